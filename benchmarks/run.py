@@ -27,9 +27,10 @@ from graphs import in_turns
 from record_golden import versions
 from torch import Tensor
 
-from aoquant import backend, explain, get_format, ops
-from aoquant.formats import Encoded, Scales, get_operand
+from aoquant import backend, explain, get_format
+from aoquant.formats import Encoded, Scales, as_operand, get_operand
 from aoquant.ops import codec
+from aoquant.ops.quantized import Ask
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 L2 = 64 << 20  # bytes, at least
@@ -131,7 +132,7 @@ def gate_format(name: str) -> bool:
             ok &= same(codec.encode(fmt, x), e)
             for operand in () if name in TRANSFORMED else (True, False):
                 values = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
-                both = codec.encode_with_values(fmt, x, BF16, operand=operand, keep=True)
+                both = codec.quantize(as_operand(fmt), x, Ask(True, BF16, operand))
                 ok &= same(both[0], e) and same(both[1], values)
                 with backend("triton"):
                     ok &= same(codec.decode(fmt, e, BF16, operand=operand), values)
@@ -152,12 +153,12 @@ def gate_fitted(name: str) -> bool:
     """Whether encoding with given matrices gives the reference's bytes."""
     x, matrix = torch.randn(512, 4096, device=CUDA, dtype=BF16), fitted(name, 4096)
     e = get_format(name).encode(x, Scales(transform=matrix))
-    return same(ops.encode(x, get_operand(name), Scales(transform=matrix)), e)
+    return same(codec.encode(get_operand(name), x, Scales(transform=matrix)), e)
 
 
 def encoders(name: str) -> list[str]:
     """The kernels that encode a format here."""
-    reasons = dict(explain(codec.CodecRequest("encode", get_format(name), CUDA, BF16, 512, 4096)))
+    reasons = dict(explain(codec.CodecRequest("quantize", get_format(name), CUDA, BF16, 512, 4096)))
     return [which for which in ("cuda", "triton") if reasons[which] in ("runs", "willing, lower priority")]
 
 
@@ -173,10 +174,14 @@ def measure_encode(rounds: int) -> list[Row]:
             ("encode", lambda i, f=fmt: codec.encode(f, xs[i]), nbytes(xs[0], encoded[0])),
             (
                 "quantize",
-                lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16, operand=True, keep=True),
+                lambda i, f=fmt: codec.quantize(as_operand(f), xs[i], Ask(True, BF16)),
                 nbytes(xs[0], xs[0], encoded[0]),
             ),
-            ("values", lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16), nbytes(xs[0], xs[0])),
+            (
+                "values",
+                lambda i, f=fmt: codec.quantize(as_operand(f), xs[i], Ask(False, BF16, operand=False)),
+                nbytes(xs[0], xs[0]),
+            ),
             ("decode", lambda i, f=fmt, e=encoded: codec.decode(f, e[i], BF16), nbytes(xs[0], encoded[0])),
         ):
             runs[f"{what} {name}"], moved[f"{what} {name}"] = in_turns(run, len(xs)), size
@@ -192,8 +197,8 @@ def measure_encode(rounds: int) -> list[Row]:
     for name in FITTED:
         matrix = fitted(name, 4096)
         operand, held = get_operand(name), Scales(transform=matrix)
-        runs[f"encode {name}"] = in_turns(lambda i, o=operand, h=held: ops.encode(xs[i], o, h), len(xs))
-        moved[f"encode {name}"] = nbytes(xs[0], ops.encode(xs[0], operand, held))
+        runs[f"encode {name}"] = in_turns(lambda i, o=operand, h=held: codec.encode(o, xs[i], h), len(xs))
+        moved[f"encode {name}"] = nbytes(xs[0], codec.encode(operand, xs[0], held))
     return rated(runs, moved, rounds, len(xs), f"{TOKENS}x4096")
 
 

@@ -36,6 +36,7 @@ from aoquant.formats import Encoded, Format, as_operand
 from aoquant.ops import CodecRequest, codec, native
 from aoquant.ops.gemm.few_rows import alpha_of, kind, plan_of, shifts
 from aoquant.ops.linear_plan import CUDA_FORMATS, ROW_FORMATS
+from aoquant.ops.quantized import Ask
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DTYPES = TYPES | {"f32": torch.float32}
@@ -247,7 +248,7 @@ def encoded(f: Format, x: Tensor, decodes: bool) -> None:
     """Codes and scales, the values in the same pass, and the values of the codes."""
     with backend("triton"):
         e = codec.encode(f, x)
-        codec.encode_with_values(f, x, x.dtype, operand=True, keep=False)
+        codec.quantize(as_operand(f), x, Ask(False, x.dtype))
         if decodes:
             codec.decode(f, e, x.dtype)
 
@@ -262,7 +263,7 @@ def of_formats(types: Sequence[str]) -> Iterator[Case]:
             said = dict(explain(CodecRequest(role, as_operand(f), torch.device("cuda"), DTYPES[t], m, k)))
             return said["triton"] in ("runs", "willing, lower priority")
 
-        if runs("encode"):
+        if runs("quantize"):
             yield Case(f"{name} {t} {m}x{k}", partial(encoded, f, matrix(m, k, DTYPES[t]), runs("decode")))
 
 
@@ -272,7 +273,7 @@ def of_ggml(types: Sequence[str]) -> Iterator[Case]:
         of_x, of_w = get_format("q8_0-x86"), get_format(name)
         x, w = of_x.encode(matrix(m, k, torch.float32)), of_w.encode(matrix(n, k, torch.float32))
         given = None, as_operand(of_x), as_operand(of_w), "ggml", [m], TYPES[t], None, None
-        yield Case(f"ggml {name} {t} {m}x{n}x{k}", partial(ops.scaled_mm, x, w, *given))
+        yield Case(f"ggml {name} {t} {m}x{n}x{k}", partial(ops.matmul, x, w, *given))
 
 
 def layer(recipe: str, m: int) -> None:

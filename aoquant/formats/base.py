@@ -79,6 +79,12 @@ class Scales(NamedTuple):
         return self.scale, self.zero, self.outer
 
     @property
+    def copied(self) -> Scales:
+        """The same with scales of its own."""
+        scale, zero, outer = (None if t is None else t.clone() for t in self.tensors)
+        return Scales(scale, zero, outer, self.transform)
+
+    @property
     def dynamic(self) -> bool:
         """Whether no scale is among them."""
         return self.scale is None and self.zero is None and self.outer is None

@@ -34,6 +34,7 @@ from aoquant.layers.recipe import LinearRecipe
 from aoquant.layers.shared_operands import Parent, shared
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
+from aoquant.ops.quantized import Ask
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a multiplier for, which takes about a kilobyte
@@ -156,9 +157,9 @@ class BoundWeight:
 
         def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            how = partial(codec.encode_with_values, x_as, x.reshape(m, k), dtype, operand=True)
+            how = partial(codec.quantize, x_as, x.reshape(m, k), Ask(False, dtype))
             made = shared(x, (x_as.name, dtype), id(self), self.parent, how)
-            return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
+            return bound(made.matrix, made.alpha, bias).view(*x.shape[:-1], -1)
 
         def codes(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None

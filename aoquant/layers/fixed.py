@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from aoquant import ops
 from aoquant._arguments import check_model
 from aoquant.formats import Encoded
 from aoquant.layers import held
 from aoquant.layers.bound import BoundWeight
+from aoquant.layers.function import codes
 from aoquant.layers.qat import QATLinear
 from aoquant.parallel import fsdp
 from aoquant.parallel.gathered import GatheredWeight
@@ -128,7 +128,7 @@ class FixedWeight:
         if type(w) is not nn.Parameter or recipe.fitted or recipe.input_scales != "dynamic":
             return None  # sharded or gathered; or the input's scales are read in each call
         if self._bound is None:
-            e = self.rows(partial(ops.encode, layer.matrix(), recipe.fprop_weight, layer.held_scales("weight")))
+            e = self.rows(partial(codes, layer.matrix(), recipe.fprop_weight, layer.held_scales("weight")))
             self._bound = BoundWeight(e.by_row, recipe, w.dtype, None)
         elif not self._is(w if w._base is None else w._base):
             raise ValueError(_CHANGED)

@@ -33,7 +33,8 @@ from aoquant.formats.random import of_rank
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
-from aoquant.ops.linear import dgrad_of_parts, wgrad_of_parts
+from aoquant.layers.sides import Side
+from aoquant.ops import backward as gemms
 from aoquant.parallel import amax as reduced
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
@@ -133,14 +134,18 @@ class QuantizedLinear(torch.autograd.Function):
         grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
         w_kept: Any = _kept_weight(ctx, recipe, saved, grad.dtype) if dgrad else None
         x_kept: Any = recipe.input_side.kept(x, x_held) if wgrad else None
-        if dgrad and wgrad and along_n is not None and along_m is not None and ctx.parts is None:
-            dx, dw = ops.gradients(grad_MN, w_kept, along_n, x_kept, along_m, random, grad_held)
+        reads_x = x_kept if along_m is not None or x_kept is None or x_kept.forward is not None else None
+        if w_kept is not None or reads_x is not None:
+            how = grad_MN, w_kept, along_n, reads_x, along_m, random, grad_held
+            if ctx.parts is None:
+                dx, dw = ops.gradients(*how)
+            else:
+                dx, dw = gemms.of_parts(*how, ctx.parts.dgrad, ctx.parts.wgrad)
+        if wgrad and reads_x is None:
+            dw = grad_MN.t() @ x_kept.matrix  # no op: a compiler may know better
 
         if dgrad:
-            if ctx.parts is not None:
-                dx = dgrad_of_parts(grad_MN, w_kept, along_n, random, ctx.parts.dgrad)
-            elif dx is None:
-                dx = ops.dgrad(grad_MN, w_kept, along_n, random, grad_held)
+            assert dx is not None
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
@@ -148,12 +153,7 @@ class QuantizedLinear(torch.autograd.Function):
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if wgrad:
-            if ctx.parts is not None:
-                dw = wgrad_of_parts(grad_MN, x_kept, along_m, random, ctx.parts.wgrad)
-            elif dw is None and along_m is None and x_kept.forward is None:
-                dw = grad_MN.t() @ x_kept.matrix  # no op: a compiler may know better
-            elif dw is None:
-                dw = ops.wgrad(grad_MN, x_kept, along_m, random, grad_held)
+            assert dw is not None
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -190,10 +190,10 @@ def multiply(
         if found is not None:
             x_q = found
         else:
-            if wgrad and _reads_input_once(x_MK, recipe, given):
-                x_q, values, columns = recipe.input_side.with_input(x_MK, x_as)
-            else:
-                x_q, values = _encoded(x_MK, x_as, x_rows, ops.reads(contract))
+            at_once = wgrad and _reads_input_once(x_MK, recipe, given)
+            made = _encoded(x_MK, x_as, x_rows, ops.reads(contract), recipe.input_side if at_once else None)
+            assert made.row is not None
+            x_q, values, columns = made.row.codes, made.row.values, None if made.col is None else made.col.codes
             if given.shared is not None:
                 given.shared.put(x_q, alive=not recipe.input_side.keeps_rows)
 
@@ -205,18 +205,15 @@ def multiply(
     if isinstance(w, GatheredWeight):
         w_q = w.rows
     elif w is not None and given.fixed is not None:
-        w_q = given.fixed.rows(functools.partial(ops.encode, w, w_as, w_held))
+        w_q = given.fixed.rows(functools.partial(codes, w, w_as, w_held))
     elif w is not None and not keeps_w and (w_held is not None or not one_pass(w)):
-        w_q = ops.encode(w, w_as, w_held)
+        w_q = codes(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
         strides = list(torch.empty_like(x, device="meta").stride())  # of an elementwise operation's result
-    measured = None
     how = bias, x_as, w_as, contract, lead, x.dtype, values, strides
-    if keeps_w and isinstance(w_q, Tensor):
-        y, w_q = ops.scaled_mm_keeping(x_q, w_q, *how, w_held)
-    else:
-        y, measured = ops.scaled_mm(x_q, w_q, *how)
+    y, made_w, measured = ops.matmul(x_q, w_q, *how, keeps_w, w_held if keeps_w else None)
+    w_q = w_q if made_w is None else made_w
     if not any(needs):
         return y, Saved()
 
@@ -265,9 +262,9 @@ def _fixed_columns(
 ) -> Encoded | None:
     """The column side of a fixed weight; None where it is drawn anew, or is in high precision."""
     side = recipe.weight_side
-    if fixed is None or side.backward is None or side.backward.draws:
+    if fixed is None or side.pair is None or side.pair.b_as.draws:
         return None
-    return fixed.columns(dtype, functools.partial(side.made, w, held, dtype))
+    return fixed.columns(dtype, functools.partial(side.kept(w, held).columns, side.pair, dtype))
 
 
 def _reads_input_once(x_MK: Tensor, recipe: LinearRecipe, given: Given) -> bool:
@@ -306,14 +303,20 @@ def one_pass(x_RK: Tensor) -> bool:
     return x_RK.is_cuda
 
 
-def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) -> tuple[Encoded, Tensor | None]:
-    """Codes and scales of x, or of W, and the GEMM's operand; None when the GEMM reads codes, or makes its operand
-    itself.
-    """
+def codes(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encoded:
+    """Codes and scales along K."""
+    made = ops.encode(x_RK, operand, None, held).row
+    assert made is not None
+    return made.codes
+
+
+def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str, col: Side | None) -> ops.Quantized:
+    """Codes of x, and what the GEMM reads where it comes of the same pass, and the column side that `col` keeps."""
     if reads == "codes" or held is not None or not one_pass(x_MK):
-        return ops.encode(x_MK, operand, held), None
-    made = ops.encode_with_values(x_MK, operand, reads == "operand")
-    return made.encoded, made.values
+        return ops.encode(x_MK, operand, None, held)
+    if col is None:
+        return ops.encode(x_MK, operand, None, None, reads)
+    return ops.encode(x_MK, operand, col.backward, None, reads, col.multiple)
 
 
 def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, clipped: Tensor | None = None) -> Tensor:

@@ -157,11 +157,9 @@ def _multiply(x: Tensor, w: Tensor | None, rows: Rows, given: _Given) -> tuple[T
     x_q: Tensor | Encoded = x
     values = None
     if recipe.fprop_input is not None:
-        if x.is_cuda:
-            made = ops.encode_with_values(x, recipe.fprop_input, True)
-            x_q, values = made.encoded, made.values
-        else:
-            x_q = ops.encode(x, recipe.fprop_input)
+        made = ops.encode(x, recipe.fprop_input, reads="operand" if x.is_cuda else "").row
+        assert made is not None
+        x_q, values = made.codes, made.values
     weight = given.packed if w is None else w
     assert weight is not None
     sides = recipe.fprop_input, recipe.fprop_weight, given.transposed

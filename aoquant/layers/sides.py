@@ -113,35 +113,15 @@ class Side:
         return self.keeps != "values" or (fixed and self.forward is not None and not self.reads_values)
 
     def columns(self, x_RK: Tensor, rows: Tensor | Encoded, parts: Shards | None = None) -> Encoded:
-        """The column side of x, or of a weight, whose codes in forward are `rows`. parts: of x, that this rank has."""
+        """The column side of x, whose codes in forward are `rows`. parts: of x, that this rank has."""
         assert self.backward is not None
         if isinstance(rows, Encoded) and self.forward is not None:
             x_RK = ops.decode(rows, self.forward, x_RK.dtype)
         if parts is not None:
             return gemms.columns(x_RK, self.backward, self.multiple, parts.wgrad.b)
-        return self._padded(ops.encode_columns(x_RK, self.backward, self.multiple), x_RK.shape[0])
-
-    def with_input(self, x_MK: Tensor, operand: Operand) -> tuple[Encoded, Tensor, Encoded]:
-        """(codes of x, the operand that forward multiplies, the column side), all made of the original."""
-        assert self.backward is not None
-        made = ops.encode_input(x_MK, operand, self.backward, self.multiple)
-        return made.encoded, made.values, self._padded(made.columns, x_MK.shape[0])
-
-    def made(self, kept: Tensor | Encoded, held: Scales | None, dtype: torch.dtype) -> Encoded:
-        """The backward GEMM's operand, from what forward kept; values that the forward made come back in `dtype`."""
-        if isinstance(kept, Tensor):
-            kept = kept.reshape(-1, kept.shape[-1])
-            if self.forward is None:
-                return self.columns(kept, kept)
-            kept = ops.encode(kept, self.forward, held)
-        if self.keeps == "square":
-            assert self.backward is not None
-            return self._padded(ops.transposed(kept, self.backward, self.multiple), kept.codes.shape[0])
-        if self.keeps == "columns":
-            return kept
-        assert self.forward is not None
-        values = ops.decode(kept, self.forward, dtype)
-        return self.columns(values, values)
+        made = ops.encode(x_RK, None, self.backward, multiple=self.multiple).col
+        assert made is not None
+        return made.codes
 
     def kept(
         self, matrix: Tensor | Encoded, held: Scales | None, measured: Tensor | None = None, keeps: str = ""
@@ -150,9 +130,6 @@ class Side:
         if isinstance(matrix, Tensor) and matrix.dim() != 2:
             matrix = matrix.reshape(-1, matrix.shape[-1])
         return ops.Kept(matrix, self.forward, held, measured, keeps or self.keeps)
-
-    def _padded(self, made: ops.Columns, rows: int) -> Encoded:
-        return Encoded(*made, k=rows + -rows % self.multiple)
 
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:

@@ -1,8 +1,9 @@
 """Operations: one schema each, opaque to compilers, with the backend chosen inside.
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
-    encoding.py   codes of values, and back
-    linear.py     the three GEMMs of a linear layer  gradients.py  both of backward
+    encoding.py   `encode`: codes of values, and back
+    linear.py     `matmul`: the GEMM of a linear layer   backward.py  `gradients`: both of backward
+    quantized.py  a quantised matrix and its two sides
     grouped.py    the GEMMs of stacked experts  stacks.py   all experts as one matrix
     grouped_bias.py  their biases
     lookup.py     an embedding
@@ -18,29 +19,19 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
-from .backward import Kept, Pair, contraction
+from .backward import Gradients, Kept, Pair, contraction, gradients
 from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
 from .delayed import absmax, advance
-from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
+from .encoding import decode, encode, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
-from .gradients import Gradients, gradients
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
 from .grouped_bias import grouped_bgrad, grouped_bias
-from .linear import (
-    Columns,
-    bgrad,
-    dgrad,
-    encode_columns,
-    encode_input,
-    scaled_mm,
-    scaled_mm_keeping,
-    transposed,
-    wgrad,
-)
+from .linear import bgrad, matmul
 from .lookup import embedding, embedding_grad
+from .quantized import Quantized, Side
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
 
 __all__ = [
@@ -48,11 +39,12 @@ __all__ = [
     "Backend",
     "Call",
     "CodecRequest",
-    "Columns",
     "Gradients",
     "Kept",
     "Pair",
+    "Quantized",
     "Request",
+    "Side",
     "absmax",
     "advance",
     "backend",
@@ -62,13 +54,9 @@ __all__ = [
     "codec",
     "contraction",
     "decode",
-    "dgrad",
     "embedding",
     "embedding_grad",
     "encode",
-    "encode_columns",
-    "encode_input",
-    "encode_with_values",
     "explain",
     "finds_outer",
     "gathered_sum",
@@ -81,17 +69,14 @@ __all__ = [
     "grouped_wgrad",
     "input_error",
     "masked",
+    "matmul",
     "pull_back",
     "reads",
     "register",
     "router",
     "saturated",
     "scale_grad",
-    "scaled_mm",
-    "scaled_mm_keeping",
     "schemas",
-    "transposed",
-    "wgrad",
 ]
 
 register(*BACKENDS)

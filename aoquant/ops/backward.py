@@ -8,7 +8,8 @@ codes, and nothing is encoded again. Both operands are padded with zeros, which 
 their kernel take together. The product itself is a forward's: a contract, on whatever backend keeps it.
 
 A backend that needs no codes multiplies operands that were never encoded, where x lies: an operand of x^T stays in x's
-memory, and dy's two operands, for dgrad and for wgrad, come of one pass over dy (`both`).
+memory, and dy's two operands, for dgrad and for wgrad, come of one pass over dy. Both GEMMs are one op, `gradients`: a
+compiled step calls each op through the dispatcher, which takes the host as long as a launch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, cached_property
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT, Place
 
 from . import codec
 from .call import Call, scale_dtype
-from .encoding import encode
-from .router import CodesAndValues, Multiplier, Operands, Request, routed
+from .define import op
+from .encoding import padded
+from .quantized import CODES, Ask, Quantized, Side
+from .router import Multiplier, Request, routed
 
 
 class Part(NamedTuple):
@@ -59,12 +62,6 @@ def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
     return lcm(a_as.period, b_as.period, 1 if contract == "aoquant" else 16)
 
 
-class Turned(NamedTuple):
-    """x^T, by the codes of x in a `square` format."""
-
-    encoded: Encoded
-
-
 class _Pair(NamedTuple):
     a_as: Operand
     b_as: Operand
@@ -80,7 +77,7 @@ class Pair(_Pair):
 
     def padded(self, c: int) -> int:
         """The length of the contracted axis, with zeros."""
-        return padded_rows(c, self.multiple)
+        return padded(c, self.multiple)
 
     def multiplier(self, a_RC: Tensor, b: Tensor | Encoded, columns: int) -> Multiplier | None:
         """The product of two operands without codes, S = `columns`, on the backend of this GEMM; None where that reads
@@ -99,7 +96,7 @@ class Kept(NamedTuple):
 
     matrix: (R, K), encoded along K, or values; or encoded along R, (K, R padded), where it keeps "columns".
     forward: its operand in forward, whose values backward reads; None: values are read as they are. held: scales and
-        the transform that the layer holds for it. measured: what `scaled_mm` measured of W.
+        the transform that the layer holds for it. measured: what forward measured of W.
     keeps: as `layers/sides.py` says; what matters here is "square", codes that are transposed, and "columns".
     """
 
@@ -116,115 +113,180 @@ class Kept(NamedTuple):
             return self.matrix.shape[1]
         return self.matrix.codes.shape[0] if self.keeps == "columns" else self.matrix.k
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether its codes are those of the column side, or the same transposed."""
+        return isinstance(self.matrix, Encoded) and self.keeps in ("square", "columns")
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """(R, K): those of forward in `dtype`, or the matrix itself."""
         if self.forward is None:
             assert isinstance(self.matrix, Tensor)
             return self.matrix
         if isinstance(self.matrix, Tensor) and self.held is None:
-            return codec.encode_with_values(self.forward, self.matrix, dtype, measured=self.measured).values
-        e = self.matrix if isinstance(self.matrix, Encoded) else encode.body(self.matrix, self.forward, self.held)
+            asked = Ask(False, dtype, operand=False, measured=self.measured)
+            return codec.quantize(self.forward, self.matrix, asked).matrix
+        e = self.matrix if isinstance(self.matrix, Encoded) else codec.encode(self.forward, self.matrix, self.held)
         return codec.decode(self.forward.format, e, dtype)
-
-    def transpose(self, dtype: torch.dtype) -> Tensor | Encoded | Turned:
-        """(K, R), for `product`."""
-        if isinstance(self.matrix, Encoded) and self.keeps in ("square", "columns"):
-            return Turned(self.matrix) if self.keeps == "square" else self.matrix
-        return self.values(dtype).t()
 
     def columns(self, pair: Pair, dtype: torch.dtype) -> Encoded:
         """Codes (K, R padded) along R."""
-        b_KR = self.transpose(dtype)
-        if isinstance(b_KR, Turned):
-            return transposed(b_KR.encoded, pair.b_as, pair.multiple)
-        return b_KR if isinstance(b_KR, Encoded) else columns(b_KR.t(), pair.b_as, pair.multiple)
+        if not self.has_columns:
+            return columns(self.values(dtype), pair.b_as, pair.multiple)
+        assert isinstance(self.matrix, Encoded)
+        if self.keeps == "columns":
+            return self.matrix
+        return codec.transposed(pair.b_as, self.matrix, pair.padded(self.matrix.codes.shape[0]))
+
+    def operand(self, pair: Pair, padded: int, dtype: torch.dtype, state: Tensor | None, side: int) -> Side:
+        """What a GEMM multiplies in `dtype`, (K, R padded), without codes."""
+        if not self.has_columns:
+            return _operand(self.values(dtype).t(), pair.b_as, padded, dtype, state, side)
+        assert isinstance(self.matrix, Encoded)
+        values = codec.decode(pair.b_as.format, self.matrix, dtype, operand=True)
+        if self.keeps == "square":
+            missing = padded - values.shape[0]
+            values = (pad(values, (0, 0, 0, missing)) if missing else values).t()
+        return Side(None, values, pair.b_as.format.alpha(self.matrix))
+
+
+class Gradients(NamedTuple):
+    """dx (M, K) and dW (N, K); None: not asked for."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+
+
+def _shapes(a: Any) -> Gradients:
+    m, n = a.grad_MN.shape
+    return Gradients(
+        None if a.w is None else a.grad_MN.new_empty(m, a.w.k), None if a.x is None else a.grad_MN.new_empty(n, a.x.k)
+    )
+
+
+@op(_shapes)
+def gradients(
+    grad_MN: Tensor,
+    w: Kept | None,
+    dgrad: Pair | None,
+    x: Kept | None,
+    wgrad: Pair | None,
+    random: Tensor | None = None,
+    grad_held: Scales | None = None,
+) -> Gradients:
+    """dx (M, K) = dy W^, of w, and dW (N, K) = dy^T x^, of x, in dy's dtype: with one encoding of dy where both read
+    the same codes, and one pass over it where both multiply operands.
+
+    dgrad, wgrad: how the two operands are quantised, along N and along M; None: neither. random: the state of their
+    random numbers, if they draw. grad_held: dy's scales, where they are delayed.
+    """
+    return of_parts(grad_MN, w, dgrad, x, wgrad, random, grad_held)
+
+
+def of_parts(
+    grad_MN: Tensor,
+    w: Kept | None,
+    dgrad: Pair | None,
+    x: Kept | None,
+    wgrad: Pair | None,
+    random: Tensor | None = None,
+    grad_held: Scales | None = None,
+    of_dgrad: Parts | None = None,
+    of_wgrad: Parts | None = None,
+) -> Gradients:
+    """`gradients` of one rank, whose parts of dy (M, N) and W^T (K, N), and of dy^T (N, M) and x^T (K, M), are given.
+    No op: the ranks communicate.
+    """
+    dy = Quantized(None, None)
+    if grad_held is not None:
+        pair = dgrad or wgrad
+        assert pair is not None
+        row = codec.encode(pair.a_as, grad_MN, grad_held)
+        col = None if wgrad is None else Side(codec.transposed(pair.a_as, row, wgrad.padded(grad_MN.shape[0])))
+        dy = Quantized(Side(row), col)
+    elif w is not None and x is not None and dgrad is not None and wgrad is not None and of_dgrad is None:
+        dy = _both_sides(grad_MN, w, dgrad, x, wgrad, random)
+    dx = dw = None
+    if w is not None:
+        if dgrad is None:
+            dx = grad_MN @ w.values(grad_MN.dtype).to(grad_MN.dtype)
+        else:
+            dx = product(grad_MN, w, dgrad, random, DGRAD_GRAD_OUTPUT, of_dgrad, dy.row)
+    dy = dy._replace(row=None)
+    if x is not None:
+        if wgrad is None:
+            dw = grad_MN.t() @ x.values(grad_MN.dtype).to(grad_MN.dtype)
+        else:
+            dw = product(grad_MN.t(), x, wgrad, random, WGRAD_GRAD_OUTPUT, of_wgrad, dy.col)
+    return Gradients(dx, dw)
+
+
+def _both_sides(grad_MN: Tensor, w: Kept, dgrad: Pair, x: Kept, wgrad: Pair, state: Tensor | None) -> Quantized:
+    """dy for both GEMMs: codes that both read, or operands of one pass; neither where each has its own codes."""
+    (m, n), a_as = grad_MN.shape, dgrad.a_as
+    lengths = codec.Lengths(wgrad.padded(m), dgrad.padded(n))
+    if codec.shares_codes(a_as, wgrad.a_as) and n == lengths.k and m:
+        return codec.sides(grad_MN, a_as, wgrad.a_as, lengths, CODES, CODES)
+    if dgrad.multiplier(grad_MN, grad_MN, w.k) is None or wgrad.multiplier(grad_MN.t(), grad_MN, x.k) is None:
+        return Quantized(None, None)
+    asked = (
+        Ask(False, grad_MN.dtype, random=_random(o, state, side))
+        for o, side in ((a_as, DGRAD_GRAD_OUTPUT), (wgrad.a_as, WGRAD_GRAD_OUTPUT))
+    )
+    return codec.sides(grad_MN, a_as, wgrad.a_as, lengths, *asked)
 
 
 def product(
     a_RC: Tensor,
-    b_SC: Tensor | Encoded | Turned,
+    b: Kept,
     pair: Pair,
     state: Tensor | None,
     side: int,
     parts: Parts | None = None,
-    made: CodesAndValues | None = None,
+    made: Side | None = None,
 ) -> Tensor:
-    """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
+    """(R, K) = a b in a's dtype, both operands quantised along C.
 
-    b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
-        of a, b's is the next. parts: of which a and b are this rank's. made: the operand of a_RC, by `both`.
+    state: of the random numbers, where an operand draws; side: of a, b's is the next. parts: of which a and b are this
+    rank's. made: a as it was encoded together with another side.
     """
-    rows, columns, (a_as, b_as, contract) = a_RC.shape[0], _rows(b_SC), pair
-    like = b_SC.encoded if isinstance(b_SC, Turned) else b_SC
-    if parts is None and (multiply := pair.multiplier(a_RC, like, columns)) is not None:
-        padded, dtype = pair.padded(a_RC.shape[1]), a_RC.dtype
-        made = made or operand(a_RC, a_as, padded, dtype, state, side)
-        other = operand(b_SC, b_as, padded, dtype, state, side + 1)
-        return multiply(made.values, made.alpha, other.values, other.alpha)
-    if isinstance(b_SC, Turned):
-        b_SC = transposed(b_SC.encoded, b_as, pair.multiple)
+    rows, dtype, (a_as, b_as, contract) = a_RC.shape[0], a_RC.dtype, pair
+    if made is not None and made.encoded is not None:
+        return of_codes(made.encoded, b.columns(pair, dtype), pair, dtype)
+    if parts is None and (multiply := pair.multiplier(a_RC, b.matrix, b.k)) is not None:
+        padded = pair.padded(a_RC.shape[1])
+        a = made or _operand(a_RC, a_as, padded, dtype, state, side)
+        other = b.operand(pair, padded, dtype, state, side + 1)
+        return multiply(a.matrix, a.alpha, other.matrix, other.alpha)
     part_a, part_b = parts or (None, None)
     # the ranks measure together, so before one leaves that has nothing
     a_from = _Source.of(a_RC, a_as, pair.multiple, state, side, part_a)
-    b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, pair.multiple, state, side + 1, part_b)
-    if not a_RC.numel() or not columns:
-        return a_RC.new_zeros(rows, columns)
+    b_from = None
+    if not b.has_columns:
+        b_from = _Source.of(b.values(dtype).t(), b_as, pair.multiple, state, side + 1, part_b)
+    if not a_RC.numel() or not b.k:
+        return a_RC.new_zeros(rows, b.k)
     if contract != "aoquant":  # codes are what its kernel reads
-        encoded = b_SC if isinstance(b_SC, Encoded) else b_from.codes()  # type: ignore[union-attr]
-        return of_codes(a_from.codes(), encoded, pair, a_RC.dtype)
-    a = a_from.encoded(a_RC.dtype)
+        return of_codes(a_from.codes(), b.columns(pair, dtype) if b_from is None else b_from.codes(), pair, dtype)
+    of_a = a_from.encoded(dtype)
     if b_from is None:
-        assert isinstance(b_SC, Encoded)
-        decoded = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
-        b = CodesAndValues(b_SC, decoded, b_as.format.alpha(b_SC))
+        e = b.columns(pair, dtype)
+        of_b = Side(e, codec.decode(b_as.format, e, dtype, operand=True), b_as.format.alpha(e))
     else:
-        b = b_from.encoded(a_RC.dtype)
-    assert a.encoded is not None and b.encoded is not None
-    values = a.values, b.values, a.alpha, b.alpha
-    return Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, *values).run()
+        of_b = b_from.encoded(dtype)
+    values = of_a.values, of_b.values, of_a.alpha, of_b.alpha
+    return Call(contract, of_a.codes, a_as, of_b.codes, b_as, None, [rows], dtype, None, *values).run()
 
 
-def _rows(x_RC: Tensor | Encoded | Turned) -> int:
-    if isinstance(x_RC, Turned):
-        return x_RC.encoded.k
-    return (x_RC.codes if isinstance(x_RC, Encoded) else x_RC).shape[0]
-
-
-def operand(
-    x_RC: Tensor | Encoded | Turned, as_: Operand, padded: int, dtype: torch.dtype, state: Tensor | None, side: int
-) -> CodesAndValues:
+def _operand(x_RC: Tensor, as_: Operand, padded: int, dtype: torch.dtype, state: Tensor | None, side: int) -> Side:
     """What a GEMM multiplies of x in `dtype`, with zeros behind C, without codes."""
-    if isinstance(x_RC, Encoded | Turned):
-        e = x_RC.encoded if isinstance(x_RC, Turned) else x_RC
-        values = codec.decode(as_.format, e, dtype, operand=True)
-        if isinstance(x_RC, Turned):
-            missing = padded - values.shape[0]
-            values = (pad(values, (0, 0, 0, missing)) if missing else values).t()
-        return CodesAndValues(None, values, as_.format.alpha(e))
-    random = _random(as_, state, side)
+    asked = Ask(False, dtype, random=_random(as_, state, side))
     if x_RC.stride(0) == 1 and x_RC.t().is_contiguous():
-        made = codec.operands(x_RC.t(), None, as_, padded, x_RC.shape[0], dtype, None, random).columns
+        made = codec.sides(x_RC.t(), None, as_, codec.Lengths(padded, x_RC.shape[0]), CODES, asked).col
     else:
-        made = codec.operands(x_RC, as_, None, x_RC.shape[0], padded, dtype, random, None).rows
+        made = codec.sides(x_RC, as_, None, codec.Lengths(x_RC.shape[0], padded), asked, CODES).row
     assert made is not None
     return made
-
-
-def both(grad_MN: Tensor, w: Kept, dgrad: Pair, x: Kept, wgrad: Pair, state: Tensor | None) -> Operands | None:
-    """dy's operands for both GEMMs, in one pass over dy; None where one of them reads codes."""
-    m, n = grad_MN.shape
-    if dgrad.multiplier(grad_MN, grad_MN, w.k) is None or wgrad.multiplier(grad_MN.t(), grad_MN, x.k) is None:
-        return None
-    return codec.operands(
-        grad_MN, dgrad.a_as, wgrad.a_as, wgrad.padded(m), dgrad.padded(n), grad_MN.dtype,
-        _random(dgrad.a_as, state, DGRAD_GRAD_OUTPUT), _random(wgrad.a_as, state, WGRAD_GRAD_OUTPUT),
-    )  # fmt: skip
-
-
-@cache
-def shares_codes(dgrad: Operand, wgrad: Operand) -> bool:
-    """Whether dy's codes for wgrad are those for dgrad, transposed."""
-    return dgrad.name == wgrad.name and dgrad.transform is None and dgrad.format.square and not dgrad.draws
 
 
 def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
@@ -251,25 +313,6 @@ def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = N
         return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
     x_CR = _padded(x_RC.t(), multiple)
     return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
-
-
-def transposed(e: Encoded, operand: Operand, multiple: int, codes: Tensor | None = None) -> Encoded:
-    """The codes (C, R) of x^T, padded like `columns`, from those (R, C) of x, in a format that is `square`. codes: the
-    transposed ones, if they are there.
-    """
-    format, padded = operand.format, padded_rows(e.codes.shape[0], multiple)
-    if codes is None:
-        codes = codec.transposed(operand, e.codes.view(torch.uint8), e.k, padded)
-    scale = e.scale
-    if scale is not None and format.block is not None:
-        stored = scale.view(torch.uint8) if scale.element_size() == 1 else scale
-        scale = pad(stored.t(), (0, padded // format.block - stored.shape[0])).contiguous().view(scale.dtype)
-    return Encoded(codes.view(e.codes.dtype), scale, e.zero, e.outer, padded)
-
-
-def padded_rows(rows: int, multiple: int) -> int:
-    """Rows of x as a column side has them: at least one multiple."""
-    return -(-max(rows, 1) // multiple) * multiple
 
 
 def _padded(x_RC: Tensor, multiple: int) -> Tensor:
@@ -301,14 +344,12 @@ class _Source(NamedTuple):
             return codec.encode(self.operand, self.x_RC)
         return self.operand.encode(self.x_RC, self.held)
 
-    def encoded(self, dtype: torch.dtype) -> CodesAndValues:
+    def encoded(self, dtype: torch.dtype) -> Side:
         """Codes, and the GEMM's operand in `dtype`."""
         format, outer = self.operand.format, None
         if self.held is not None:
             if not isinstance(format, Randomized):
                 e = self.operand.encode(self.x_RC, self.held, self.random)
-                return CodesAndValues(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
+                return Side(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
             outer = self.held.outer
-        return codec.encode_with_values(
-            self.operand, self.x_RC, dtype, operand=True, keep=True, measured=outer, random=self.random
-        )
+        return codec.quantize(self.operand, self.x_RC, Ask(True, dtype, measured=outer, random=self.random))

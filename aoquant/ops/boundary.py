@@ -241,41 +241,58 @@ class Arguments:
         return SimpleNamespace(**dict(zip(self.names, given, strict=True)))
 
 
+class _Field(NamedTuple):
+    """A part of a result: a tensor, an Encoded, or a NamedTuple of `fields`."""
+
+    type: Any
+    fields: tuple[_Field, ...] = ()
+
+    @classmethod
+    def of(cls, hint: Any) -> _Field:
+        named = next((t for t in (hint, *get_args(hint)) if hasattr(t, "_fields")), Tensor)
+        if named in (Tensor, Encoded):
+            return cls(named)
+        return cls(named, tuple(map(cls.of, get_type_hints(named).values())))
+
+    def flat(self, value: Any) -> list[Tensor | None]:
+        """The tensors of a value, None for each that is missing."""
+        if self.type is Tensor:
+            return [value]
+        if self.type is Encoded:
+            return [None, None, None, None] if value is None else list(value.tensors)
+        parts: list[Tensor | None] = []
+        for i, field in enumerate(self.fields):
+            parts += field.flat(None if value is None else value[i])
+        return parts
+
+    def made(self, tensors: Iterator[Any], widths: Iterator[int]) -> Any:
+        """The inverse; None of nothing."""
+        if self.type is Tensor:
+            return next(tensors)
+        if self.type is Encoded:
+            made = Encoded(next(tensors), next(tensors), next(tensors), next(tensors), next(widths))
+            return None if made.codes is None else made
+        parts = [field.made(tensors, widths) for field in self.fields]
+        missing = [part for part in parts if part is None]
+        return None if len(missing) == len(parts) else self.type(*parts)
+
+
 class Result:
-    """The result of an op: a tensor, an Encoded, or a NamedTuple of tensors and Encodeds. A tensor that is missing is
-    None, which the dispatcher knows as an undefined one.
+    """The result of an op: a tensor, an Encoded, or a NamedTuple of such, also of NamedTuples. What is missing is None,
+    which the dispatcher knows as undefined tensors.
     """
 
     def __init__(self, hint: Any) -> None:
-        self._type = hint
-        fields: list[Any] = list(get_type_hints(hint).values()) if hasattr(hint, "_fields") else [hint]
-        self._encoded = [field is Encoded for field in fields]
-        tensors = 4 if hint is Encoded else sum(4 if encoded else 1 for encoded in self._encoded)
+        self._whole = _Field.of(hint)
+        tensors = len(self._whole.flat(None))
         self.schema = "Tensor" if tensors == 1 else f"({', '.join(['Tensor'] * tensors)})"
 
     def flat(self, value: Any) -> Any:
-        """A tensor, or several; None is missing."""
-        if self._type is Tensor:
-            return value
-        if self._type is Encoded:
-            return value.tensors
-        parts: list[Tensor | None] = []
-        for field, encoded in zip(value, self._encoded, strict=True):
-            if encoded:
-                parts += field.tensors
-            else:
-                parts.append(field)
-        return tuple(parts)
+        """A tensor, or several."""
+        return value if self._whole.type is Tensor else tuple(self._whole.flat(value))
 
-    def made(self, tensors: Any, first: Any) -> Any:
-        """The inverse. first: the op's first argument, whose width is that of every matrix that the op encodes."""
-        if self._type is Tensor:
+    def made(self, tensors: Any, widths: Sequence[int]) -> Any:
+        """The inverse. widths: K of each Encoded, the last one of those that follow too."""
+        if self._whole.type is Tensor:
             return tensors
-        parts, k = iter(tensors), first.k if type(first) is Encoded else first.shape[-1]
-        if self._type is Encoded:
-            return _encoded(parts, k)
-        return self._type(*(_encoded(parts, k) if encoded else next(parts) for encoded in self._encoded))
-
-
-def _encoded(parts: Iterator[Any], k: int) -> Encoded:
-    return Encoded(next(parts), next(parts), next(parts), next(parts), k)
+        return self._whole.made(iter(tensors), iter((*widths, widths[-1])))

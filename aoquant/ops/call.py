@@ -18,6 +18,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Operand
 
 from . import codec
+from .quantized import Ask
 from .router import Request, routed
 
 
@@ -135,9 +136,9 @@ class Call:
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
         if "w" in self.__dict__ or not self.w_rows.is_cuda:
             return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
-        made = codec.encode_with_values(self.w_operand, self.w_rows, self.dtype, operand=operand)
+        made = codec.quantize(self.w_operand, self.w_rows, Ask(False, self.dtype, operand))
         self.__dict__["alpha_w"] = made.alpha
-        return made.values.to(out or self.dtype)
+        return made.matrix.to(out or self.dtype)
 
     def x_decoded(self) -> Tensor:
         """(M, K) values in `dtype`."""

@@ -42,7 +42,7 @@ class Op(Generic[P, R]):
     tests.
     """
 
-    def __init__(self, body: Callable[P, R], fake: Callable[[Any], Any]) -> None:
+    def __init__(self, body: Callable[P, R], fake: Callable[[Any], Any], widths: Callable[..., Sequence[int]]) -> None:
         hints = get_type_hints(body)
         result = hints.pop("return")
         self.__doc__, self.__name__ = body.__doc__, body.__name__
@@ -51,7 +51,7 @@ class Op(Generic[P, R]):
         self._defaults = [p.default for p in inspect.signature(body).parameters.values()]
         self._optional = sum(default is not inspect.Parameter.empty for default in self._defaults)
         self._result = Result(result)
-        self._fake = fake
+        self._fake, self._widths = fake, widths
         _SIGNATURES.append(f"{self.__name__}({', '.join(self.arguments.parts)}) -> {self._result.schema}")
         schema = f"{self.__name__}({SCHEMA}) -> {self._result.schema}"
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,7 +66,9 @@ class Op(Generic[P, R]):
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
             return self._dispatched(given)
         for i, at in self.arguments.tensors:  # no function for one of them: this loop stands in front of every kernel
-            value = given[i] if at is None else given[i][at]
+            value = given[i]
+            if value is not None and at is not None:
+                value = value[at]
             if type(value) is Encoded:
                 value = value.codes
             for t in value if type(value) is Scales else (value,):
@@ -79,7 +81,7 @@ class Op(Generic[P, R]):
         return self.arguments.flat(self._whole(args, kwargs))
 
     def _dispatched(self, args: Sequence[Any]) -> R:
-        return self._result.made(self.overload(*self.arguments.flat(args)), args[0])
+        return self._result.made(self.overload(*self.arguments.flat(args)), self._widths(*args))
 
     def _registered(self, *flat: Any) -> Any:
         """The kernel of the registered op. Its results alias nothing; those of the function may."""
@@ -114,13 +116,20 @@ def schemas() -> str:
     return f"{zlib.crc32(';'.join(_SIGNATURES).encode()):08x}"
 
 
-def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
+def _first_width(first: Any, *rest: Any) -> tuple[int]:
+    return (first.k if type(first) is Encoded else first.shape[-1] if first.dim() else 1,)
+
+
+def op(
+    fake: Callable[[Any], Any], widths: Callable[..., Sequence[int]] = _first_width
+) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorator: the op "aoquant::NAME" of a typed function called NAME, which mutates nothing and has a tensor as its
     first argument.
 
     fake: what the op returns in shapes and dtypes, a function of one namespace that holds the arguments by their names.
+    widths: K of each matrix that it encodes, from all arguments in their order; by default the first argument's.
     """
-    return lambda body: Op(body, fake)
+    return lambda body: Op(body, fake, widths)
 
 
 def _apart(results: Any, given: Sequence[Tensor]) -> Any:

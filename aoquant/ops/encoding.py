@@ -1,59 +1,81 @@
 """Ops that make codes of values, and what goes with them: back to values, gradients back through a transform, masks of
 clipped values.
 
-Scales are found on what is encoded, unless the caller holds them (`held`): static or learned ones, and the matrices of
-a fitted transform. Codes behind a transform are codes of the format behind it.
+`encode` is the one door: it makes either side of a matrix, codes or what a GEMM reads of them, in one pass where a
+kernel can. Scales are found on what is encoded, unless the caller holds them (`held`): static or learned ones, and the
+matrices of a fitted transform. Codes behind a transform are codes of the format behind it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Operand, Scales, layout
+from aoquant.formats import Encoded, Operand, Scales
 
 from . import codec
+from .codec import Lengths
 from .define import op
+from .quantized import CODES, Ask, Quantized, Side
 
 
-class WithValues(NamedTuple):
-    """An encoded matrix, and in `values` (R, K) what a GEMM reads of it."""
-
-    encoded: Encoded
-    values: Tensor
+def padded(rows: int, multiple: int) -> int:
+    """The length of an axis of `rows` with zeros: a multiple of `multiple`, at least one."""
+    return -(-max(rows, 1) // multiple) * multiple
 
 
-def _encoded_shapes(a: Any) -> Encoded:
+def _shapes(a: Any) -> Quantized:
     """Not tile by tile, as kernels go: the number of tiles would be a guard on x's rows."""
-    e: Encoded = a.operand.encode(a.x_RK, getattr(a, "held", None))
-    return e
+    row = col = None
+    if a.row is not None:
+        row = Side(a.row.encode(a.x_RK, a.held), a.x_RK.new_empty(a.x_RK.shape) if a.reads else None)
+    if a.col is not None:
+        rows, k = a.x_RK.shape
+        long = -(-torch.sym_max(rows, 1) // a.multiple) * a.multiple
+        col = Side(a.col.encode(a.x_RK.new_empty(k, long)))
+    return Quantized(row, col)
 
 
-@op(_encoded_shapes)
-def encode(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encoded:
-    """Codes and scales of a 2-D tensor."""
-    if held is None:
-        return codec.encode(operand, x_RK)
-    if operand.fitted and held.dynamic:
-        return codec.encode_fitted(operand, x_RK, held.transform)
-    if operand.transform is not None:
-        x_RK, operand = codec.transform(operand, x_RK, held.transform), Operand(operand.format)
-    if held.dynamic:
-        return codec.encode(operand, x_RK)
-    # copied, because an op's outputs must not alias its inputs
-    return codec.hold(operand.format, x_RK, Scales(*(t if t is None else t.clone() for t in held.tensors)))
+def _widths(x_RK: Tensor, *rest: Any) -> tuple[int, int]:
+    """K of both sides: of x, and of x^T."""
+    return x_RK.shape[1], padded(x_RK.shape[0], rest[-1])
 
 
-@op(lambda a: WithValues(_encoded_shapes(a), a.x_RK.new_empty(a.x_RK.shape)))
-def encode_with_values(x_RK: Tensor, operand: Operand, alpha_apart: bool) -> WithValues:
-    """`encode`, and in the same pass the values in x's dtype: the GEMM's operand (alpha_apart), or decoded ones."""
-    made = codec.encode_with_values(operand, x_RK, x_RK.dtype, operand=alpha_apart, keep=True)
-    assert made.encoded is not None
-    # codes in high precision are their own values, and an op's outputs must not alias each other
-    same = made.values is made.encoded.codes
-    return WithValues(made.encoded, made.values.clone() if same else made.values)
+@op(_shapes, _widths)
+def encode(
+    x_RK: Tensor,
+    row: Operand | None,
+    col: Operand | None = None,
+    held: Scales | None = None,
+    reads: str = "",
+    multiple: int = 1,
+) -> Quantized:
+    """Codes and scales of a 2-D tensor along K, as `row`, and of its transpose along R, as `col`.
+
+    held: of the row side. reads: "operand" or "decoded": what a GEMM reads of the row side too, in x's dtype. multiple:
+    of R with zeros, as the column side has them.
+    """
+    if held is not None:  # copied, because an op's outputs must not alias its inputs
+        held = held.copied
+    asked = Ask(values=x_RK.dtype if reads else None, operand=reads == "operand", held=held)
+    if col is None:
+        assert row is not None
+        made = Quantized(codec.quantize(row, x_RK, asked), None)
+    else:
+        rows, k = x_RK.shape
+        if not rows:  # formats have no scale for nothing
+            of_x = None if row is None else codec.quantize(row, x_RK, asked)
+            made = Quantized(of_x, codec.quantize(col, x_RK.new_zeros(k, multiple), CODES))
+        else:
+            made = codec.sides(x_RK, row, col, Lengths(padded(rows, multiple), k), asked, CODES)
+    of_x = made.row
+    if of_x is None:
+        return made
+    # alpha follows from codes; codes in high precision are their own values, and an op's outputs must not alias
+    values = of_x.values.clone() if of_x.values is not None and of_x.values is of_x.codes.codes else of_x.values
+    return made._replace(row=Side(of_x.encoded, values))
 
 
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.x.k, dtype=a.dtype))
@@ -87,12 +109,7 @@ def saturated(x_RK: Tensor, operand: Operand, held: Scales | None = None, ids: T
     """
     if ids is not None and operand.by_rows:
         x_RK, ids = x_RK.index_select(0, ids), None
-    if held is None or held.dynamic:
-        bits = codec.saturated(operand, x_RK, None if held is None else held.transform)
-    else:
-        y = codec.transform(operand, x_RK, held.transform) if operand.transform is not None else x_RK
-        clipped = operand.format.saturated(y, encode.body(y, Operand(operand.format), held))
-        bits = layout.pack(clipped.to(torch.uint8), 1)
+    bits = codec.saturated(operand, x_RK, held)
     return bits if ids is None else bits.index_select(0, ids)
 
 

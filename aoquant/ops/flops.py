@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from . import grouped, linear
-from .gradients import gradients
+from . import grouped
+from .backward import gradients
+from .linear import matmul
 
 Shapes = Sequence[Sequence[int]]  # of the tensors that an op is given, dy or x first
 
 
 def _forward(given: Shapes, numbers: Sequence[int], words: str, out_shape: Any) -> int:
-    """y (..., N) of x (..., K), whose packed codes say K beside them; `scaled_mm` has a second result."""
+    """y (..., N) of x (..., K), whose packed codes say K beside them; `matmul` has further results."""
     y = out_shape if isinstance(out_shape[0], int) else out_shape[0]
     coded = words.split("|")[4] == "#"  # K, the last part of an encoded matrix
     return 2 * math.prod(y) * (numbers[0] if coded else given[0][-1])
@@ -34,15 +35,16 @@ def _wgrad(given: Shapes, *rest: Any, out_shape: Sequence[int]) -> int:
     return 2 * math.prod(out_shape[-2:]) * given[0][0]
 
 
-def _gradients(given: Shapes, *rest: Any, out_shape: Shapes) -> int:
-    """dx (M, K) and dW (N, K)."""
-    return sum(formula(given, out_shape=shape) for formula, shape in zip((_dgrad, _wgrad), out_shape, strict=True))
+def _gradients(given: Shapes, *rest: Any, out_shape: Sequence[Sequence[int] | None]) -> int:
+    """dx (M, K) and dW (N, K), or one of them."""
+    shapes = zip((_dgrad, _wgrad), out_shape, strict=True)
+    return sum(formula(given, out_shape=shape) for formula, shape in shapes if shape is not None)
 
 
 _FORMULAS: dict[Callable[..., int], tuple[Any, ...]] = {
-    _forward: (linear.scaled_mm, linear.scaled_mm_keeping, grouped.grouped_mm),
-    _dgrad: (linear.dgrad, grouped.grouped_dgrad),
-    _wgrad: (linear.wgrad, grouped.grouped_wgrad),
+    _forward: (matmul, grouped.grouped_mm),
+    _dgrad: (grouped.grouped_dgrad,),
+    _wgrad: (grouped.grouped_wgrad,),
     _gradients: (gradients,),
 }
 

@@ -27,11 +27,10 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Operand
 
 from . import codec, expert_rows, stacks, tiles
-from .backward import Kept
+from .backward import Kept, of_parts
 from .call import Call, scale_dtype
 from .define import op
 from .gemm import few_rows
-from .linear import dgrad, wgrad
 
 FEW = 32  # rows for each expert, on average, up to which codes are multiplied as they lie
 BLOCK = 1 << 26  # bytes of W's values that are there at once
@@ -85,7 +84,9 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
     if not grad_SN.is_cuda:
         dx_SK = grad_SN.new_zeros(grad_SN.shape[0], k)
         for e, rows in _hit(ends):
-            dx_SK[rows] = dgrad.body(grad_SN[rows], Kept(_matrix(w, e, transposed), w_operand))
+            dx_SK[rows] = cast(
+                Tensor, of_parts(grad_SN[rows], Kept(_matrix(w, e, transposed), w_operand), None, None, None).dx
+            )
         return dx_SK
     if w_operand is not None:
         w = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False).values
@@ -112,7 +113,8 @@ def grouped_wgrad(
     if not grad_SN.is_cuda:
         dw = _wgrad_shape(grad_SN, ends, x, transposed).zero_()
         for e, rows in _hit(ends):
-            made = wgrad.body(grad_SN[rows], Kept(_rows_of(x, token, rows), x_operand))
+            made = of_parts(grad_SN[rows], None, None, Kept(_rows_of(x, token, rows), x_operand), None).dw
+            assert made is not None
             dw[e] = made.t() if transposed else made
         return dw
     x_TK = codec.decode(x_operand.format, x, dtype) if x_operand is not None and isinstance(x, Encoded) else x

@@ -5,11 +5,10 @@ reason why not. The router takes the willing backend of highest priority; the re
 backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing
 falls back silently.
 
-Backends compete within a role: "gemm", or one of the codec's (encode, hold, decode, quantize, operands, both, sides,
-transpose, transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that
-name, or the one role that is named with it: `backend("triton", role="gemm")`,
-AOQUANT_BACKEND=gemm=triton,quantize=reference.
-Forcing "quantize" forces "encode" and "hold" too: all make codes of values.
+Backends compete within a role: "gemm", or one of the codec's (quantize, sides, decode, transform, saturate, transpose;
+see `codec`). A forced name rules every role that has a backend of that name, or the one role that is named with it:
+`backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Some roles have no reference: what
+their backends make in one pass is then made in several (`fused`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
 _variables: Any = getattr(os.environ, "_data", os.environ)
 _VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_data") else _ENVIRONMENT
-_ALSO = {"encode": "quantize", "hold": "quantize"}  # role -> the role whose forcing rules it too
 
 
 # (x (M, K) as the contract reads it, alpha_x or, beside codes, their scale, bias) -> y (M, N)
@@ -47,47 +45,7 @@ Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 Multiplier = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
 
 
-class CodesAndValues(NamedTuple):
-    """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
-    float32, by which an operand's accumulator is multiplied, or None.
-    """
-
-    encoded: Encoded | None
-    values: Tensor
-    alpha: Tensor | None
-
-
-class Made(NamedTuple):
-    """What an encoder makes of x (R, K) in one pass, each None where it was not asked for: codes and scales; values
-    (R, K), the GEMM's operand or decoded; alpha: the factor on the accumulator, set even if no operand was asked for.
-    """
-
-    encoded: Encoded | None
-    values: Tensor | None
-    alpha: Tensor | None
-
-
-class Operands(NamedTuple):
-    """The result of the codec's role "operands": of x, and of x^T, whose values may lie in memory as x does. None: not
-    asked for.
-    """
-
-    rows: CodesAndValues | None
-    columns: CodesAndValues | None
-
-
-class CodesOfBoth(NamedTuple):
-    """The result of the codec's role "sides": x in a square format, and its codes moved to where those of x^T lie."""
-
-    rows: Encoded
-    columns: Tensor
-
-
-class BothCoded(NamedTuple):
-    """The result of the codec's role "both": of x, with the codes and the operand, and codes of x^T."""
-
-    rows: CodesAndValues
-    columns: Encoded
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -95,8 +53,9 @@ class CodecRequest:
     """A request to the codec: a role of a (rows, k) matrix.
 
     role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of
-    those that "decode" makes. codes: whether "quantize" has to keep them. columns: of "operands" and "both", how x^T is
-    made; `operand` stands for both where x itself is not.
+    those that "decode" makes. codes, values, held: whether these are in the `Ask` of "quantize", or in that of the rows
+    of "sides". columns: of "sides", how x^T is made, and whether its codes are kept; `operand` stands for both where x
+    itself is not made.
     """
 
     role: str
@@ -106,7 +65,10 @@ class CodecRequest:
     rows: int
     k: int
     codes: bool = True
+    values: bool = False
+    held: bool = False
     columns: Operand | None = None
+    column_codes: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operand", as_operand(self.operand))
@@ -173,7 +135,7 @@ any_open = False  # whether there is one: compiled code that calls an operator b
 _opening = threading.Lock()
 _generation = 0  # how often the list has changed
 # what a process can run does not change while it runs, so the backend of a request is found once
-_routes: dict[tuple[Any, ...], Backend] = {}
+_routes: dict[tuple[Any, ...], Any] = {}
 _MOST_ROUTES = 1 << 16  # a bound for programs whose every batch has another shape
 
 
@@ -209,7 +171,7 @@ def code_readers() -> set[str]:
 def backend(name: str, role: str | None = None) -> Iterator[None]:
     """Run everything inside the block on backend `name`, in the roles that it has, or in `role` alone; blocks nest.
 
-    role: "gemm", "quantize" (values to codes, "encode" and "hold" included), or one of the codec's.
+    role: "gemm", or one of the codec's.
 
     Raises:
         ValueError: no backend has that name, or none in that role; and inside the block, when it cannot run a request,
@@ -243,13 +205,11 @@ def forced(role: str) -> tuple[str | None, bool]:
     """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that
     role alone).
     """
-    named = (role, _ALSO.get(role, role))
     for of, name in reversed(_forced.get()):
-        if of is None or of in named:
+        if of in (None, role):
             return name, of is not None
     by_role = _by_role(os.environ.get(_ENVIRONMENT, ""))
-    alone = next((by_role[of] for of in named if of in by_role), None)
-    return (by_role.get(""), False) if alone is None else (alone, True)
+    return (by_role[role], True) if role in by_role else (by_role.get(""), False)
 
 
 @functools.lru_cache
@@ -326,9 +286,33 @@ def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Back
     key = request, fields, _forced.get(), _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
-        if len(_routes) >= _MOST_ROUTES:
-            _routes.clear()
-        found = _routes[key] = route(request(*fields))
+        found = _remembered(key, route(request(*fields)))
+    return found
+
+
+def fused(*fields: Any) -> Backend | None:
+    """The backend for a `CodecRequest` of these fields, in a role without a reference, remembered; None where its parts
+    are made one after the other.
+    """
+    key = fused, fields, _forced.get(), _variables.get(_VARIABLE)
+    if key in _routes:
+        return _routes[key]
+    request = CodecRequest(*fields)
+    rivals = [b for b in _backends if b.role == request.role]
+    name, _ = forced(request.role)
+    found: Backend | None
+    if name is not None and (any(b.name == name for b in rivals) or name not in _all_names()):
+        found = route(request)
+    else:
+        willing = (b for b in rivals if name != "reference" and b.why_not(request) is None)
+        found = next(willing, None)
+    return _remembered(key, found)
+
+
+def _remembered(key: tuple[Any, ...], found: B) -> B:
+    if len(_routes) >= _MOST_ROUTES:
+        _routes.clear()
+    _routes[key] = found
     return found
 
 

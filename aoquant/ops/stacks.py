@@ -21,7 +21,8 @@ from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import divide
 
 from . import codec, tiles
-from .router import CodecRequest, Made, routed
+from .quantized import Ask, Side
+from .router import CodecRequest, routed
 
 TURNED = 1 << 25  # bytes of a transposed stack that are turned at a time: what an L2 cache holds
 _LONGEST = 256  # values of a block that is encoded where it lies
@@ -108,7 +109,7 @@ def _kernels_run(operand: Operand, device: torch.device, dtype: torch.dtype, row
     """Whether the values of such a matrix come from kernels, and not from the reference: these give the same bits, so
     a kernel for the whole stack stands in for them.
     """
-    found = routed(CodecRequest, "quantize", operand, device, dtype, rows, k, False)
+    found = routed(CodecRequest, "quantize", operand, device, dtype, rows, k, False, True)
     return found.name != "reference" and codec.has_triton(device)
 
 
@@ -121,7 +122,7 @@ def _parts(w: Tensor, transposed: bool) -> Iterator[Tensor]:
     yield from w.transpose(1, 2).split(some)
 
 
-def _made(operand: Operand, w_ENK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
+def _made(operand: Operand, w_ENK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Side:
     """Of a stack: rows are those of all experts, alpha is (E * N, 1)."""
     experts, n, k = w_ENK.shape
     w_RK = w_ENK.reshape(experts * n, k)  # a copy of what is transposed
@@ -131,24 +132,21 @@ def _made(operand: Operand, w_ENK: Tensor, dtype: torch.dtype | None, alpha_apar
         found = codec.triton.in_one_pass(operand, w_RK, dtype, alpha_apart, keep, _outer(w_RK, experts))
         assert found.alpha is not None
         alpha, e = found.alpha.expand(experts, n).reshape(-1, 1), found.encoded
-        return Made(None if e is None else e._replace(outer=alpha), found.values, alpha)
+        return Side(None if e is None else e._replace(outer=alpha), found.values, alpha)
     return _join_made([_one(operand, w_NK, dtype, alpha_apart, keep) for w_NK in w_RK.view(experts, n, k)])
 
 
-def _of_rows(operand: Operand, w_RK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
-    if dtype is None:
-        return Made(codec.encode(operand, w_RK), None, None)
-    made = codec.encode_with_values(operand, w_RK, dtype, operand=alpha_apart, keep=keep)
-    return Made(made.encoded, made.values, made.alpha)
+def _of_rows(operand: Operand, w_RK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Side:
+    return codec.quantize(operand, w_RK, Ask(keep, dtype, alpha_apart))
 
 
-def _one(operand: Operand, w_NK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
+def _one(operand: Operand, w_NK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Side:
     """Of one expert, whose outer scale is made one of each row."""
     made = _of_rows(operand, w_NK, dtype, alpha_apart, keep)
     e = made.encoded
     if e is not None and e.outer is not None:
         e = e._replace(outer=e.outer.expand(len(w_NK), 1))
-    return Made(e, made.values, None if made.alpha is None else made.alpha.expand(len(w_NK), 1))
+    return Side(e, made.values, None if made.alpha is None else made.alpha.expand(len(w_NK), 1))
 
 
 def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
@@ -168,14 +166,14 @@ def _outer(w: Tensor, experts: int | None = None) -> Tensor:
     return divide(bits.view(torch.float32), NVFP4.top).clamp(min=PTS_FLOOR)
 
 
-def _join_made(parts: list[Made]) -> Made:
+def _join_made(parts: list[Side]) -> Side:
     encoded = None if parts[0].encoded is None else _join(parts)
     made = [p.values for p in parts if p.values is not None]
     alphas = [p.alpha for p in parts if p.alpha is not None]
-    return Made(encoded, torch.cat(made) if made else None, torch.cat(alphas) if alphas else None)
+    return Side(encoded, torch.cat(made) if made else None, torch.cat(alphas) if alphas else None)
 
 
-def _join(parts: list[Made]) -> Encoded:
+def _join(parts: list[Side]) -> Encoded:
     """Codes of parts, under each other."""
     es = [p.encoded for p in parts if p.encoded is not None]
     if len(es) == 1:

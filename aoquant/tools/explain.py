@@ -178,7 +178,7 @@ def _routes(
         kept = role == "encode" or state == "prepared"  # for backward
         if recipe.input_scales in HELD:
             role, x = "hold", Operand(x.format)
-        found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k, kept)))
+        found += _ranges(f"{role} the input", lambda m: ops.explain(_request(role, x, device, dtype, m, k, kept)))
     w, held = recipe.fprop_weight, weight if codes is None else codes
     gemms = _ranges(
         "multiply",
@@ -200,7 +200,7 @@ def _routes(
         first, *rest = same
         if role:
             of = Operand(w.format) if role == "hold" else w
-            rows = ops.explain(CodecRequest(role, of, device, dtype, n, k, role != "quantize"))
+            rows = ops.explain(_request(role, of, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
     if codes is None or not known.bound:
         return (*found, *gemms)
@@ -209,6 +209,16 @@ def _routes(
         for r in found
     ]
     return (*found, *_one_call(recipe, codes, dtype), *gemms)
+
+
+def _request(
+    step: str, operand: Operand, device: torch.device, dtype: torch.dtype, rows: int, k: int, codes: bool
+) -> CodecRequest:
+    """What a step asks the codec for: "encode", under scales from elsewhere "hold", codes alone; "quantize" values too;
+    or "decode".
+    """
+    role = "decode" if step == "decode" else "quantize"
+    return CodecRequest(role, operand, device, dtype, rows, k, codes, step == "quantize", step == "hold")
 
 
 def _decoded(rows: Rows, recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import coded
 from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 
 from aoquant import backend, ops
@@ -19,8 +20,8 @@ SIZES = (16, 32, 64, 128)
 
 @pytest.fixture(autouse=True)
 def kernel() -> None:
-    request = CodecRequest("fitted", get_operand("wush16+nvfp4"), CUDA, BF16, 64, 768)
-    if (reason := dict(ops.explain(request))["cuda-fitted"]) != "runs":
+    request = CodecRequest("quantize", get_operand("wush16+nvfp4"), CUDA, BF16, 64, 768)
+    if (reason := dict(ops.explain(request))["cuda"]) != "runs":
         pytest.skip(reason)
 
 
@@ -45,9 +46,9 @@ def test_bytes_are_the_references(size: int, dtype: torch.dtype) -> None:
                 held = Scales(transform=matrix)
                 for name in FORMATS:
                     operand = get_operand(f"wush{size}+{name}")
-                    got = ops.encode(x, operand, held)
+                    got = coded(x, operand, held)
                     with backend("reference"):
-                        want = ops.encode(x, operand, held)
+                        want = coded(x, operand, held)
                     compare(got, want, f"{name} {kind} {rows} rows")
 
 
@@ -60,8 +61,8 @@ def test_every_width(size: int, k: int) -> None:
     for name in ("nvfp4", "mxfp4"):
         operand, held = get_operand(f"wush{size}+{name}"), Scales(transform=matrix)
         with backend("reference"):
-            want = ops.encode(x.cpu(), operand, Scales(transform=matrix.cpu()))
-        compare(ops.encode(x, operand, held), want, f"{name} K = {k}, against the CPU")
+            want = coded(x.cpu(), operand, Scales(transform=matrix.cpu()))
+        compare(coded(x, operand, held), want, f"{name} K = {k}, against the CPU")
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
@@ -87,19 +88,19 @@ def test_values_and_gradients(size: int, dtype: torch.dtype) -> None:
 def test_a_matrix_is_needed() -> None:
     x = torch.randn(16, 64, device=CUDA, dtype=BF16)
     with pytest.raises(ValueError, match="found by calibration"):
-        ops.encode(x, get_operand("wush16+nvfp4"), Scales())
+        coded(x, get_operand("wush16+nvfp4"), Scales())
 
 
 def test_graphs_capture_it() -> None:
     operand, matrix = get_operand("wush32+nvfp4"), matrices(32, 768)[0].to(CUDA)
     x = torch.randn(256, 768, device=CUDA, dtype=BF16)
     held = Scales(transform=matrix)
-    ops.encode(x, operand, held)
+    coded(x, operand, held)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = ops.encode(x, operand, held)
+        made = coded(x, operand, held)
     for seed in range(3):
         x.copy_(torch.randn(256, 768, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
-        compare(made, ops.encode(x, operand, held), str(seed))
+        compare(made, coded(x, operand, held), str(seed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import with_values
 from support.grid_inputs import inputs
 from torch import Tensor
 
@@ -101,7 +102,7 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
                 (F32, False, True),
             ):
                 expected = fmt.operand(want, out) if operand else fmt.decode(want, out)
-                e, values, alpha = codec.encode_with_values(fmt, x, out, operand=operand, keep=keep)
+                e, values, alpha = with_values(fmt, x, out, operand=operand, keep=keep)
                 assert (e is not None) == keep
                 assert alpha is want.outer is None or differing(alpha, want.outer) == 0, f"{what} alpha"
                 assert differing(values, expected) == 0, f"{what} -> {out}, operand={operand}"
@@ -166,14 +167,14 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
     fmt = get_format(name)
     source, x = torch.randn(2, 128, 512, device=CUDA, dtype=BF16)
     with backend(which):
-        codec.encode_with_values(fmt, x, BF16, keep=True)  # compiles, loads
+        with_values(fmt, x, BF16, keep=True)  # compiles, loads
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.graph(graph, stream=stream):
                 x.copy_(source)  # no kernel: an encoder that begins early has to wait for it too
-                e, values, _ = codec.encode_with_values(fmt, x, BF16, keep=True)
+                e, values, _ = with_values(fmt, x, BF16, keep=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for seed in range(3):
@@ -200,7 +201,7 @@ def test_inputs_that_the_kernel_before_writes(name: str) -> None:
             got = []
             for source in xs:
                 x.copy_(source)
-                got.append(codec.encode_with_values(fmt, x, BF16, keep=True))
+                got.append(with_values(fmt, x, BF16, keep=True))
                 x.zero_()
             for (e, values, _), want in zip(got, wants, strict=True):
                 compare(e, want, name)
@@ -208,15 +209,15 @@ def test_inputs_that_the_kernel_before_writes(name: str) -> None:
 
 
 def test_cuda_goes_first_and_says_why_not() -> None:
-    request = CodecRequest("encode", get_format("gridflip"), CUDA, BF16, 16, 64)
+    request = CodecRequest("quantize", get_format("gridflip"), CUDA, BF16, 16, 64)
     chosen = dict(explain(request))
     reason = native.why_not()
     assert chosen["cuda"] == (reason or "runs") and chosen["triton"] == (
         "runs" if reason else "willing, lower priority"
     )
-    tiles = CodecRequest("encode", get_format("gridflip-16x16"), CUDA, BF16, 16, 64)
+    tiles = CodecRequest("quantize", get_format("gridflip-16x16"), CUDA, BF16, 16, 64)
     assert "not gridflip-16x16" in dict(explain(tiles))["triton"]
-    other = CodecRequest("encode", get_format("nvfp4"), CUDA, BF16, 16, 64)
+    other = CodecRequest("quantize", get_format("nvfp4"), CUDA, BF16, 16, 64)
     assert "values or more of nvfp4" in dict(explain(other))["cuda"]
 
 

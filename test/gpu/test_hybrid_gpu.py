@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import with_values
 from support.kernel_inputs import BF16, CUDA, F32, compare, differing, inputs
 from torch import Tensor, nn
 
 from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
-from aoquant.formats import Encoded, Random, as_operand, get_operand
+from aoquant.formats import Encoded, Operand, Random, as_operand, get_operand
 from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, Request, backward, codec
+from aoquant.ops.encoding import padded
+from aoquant.ops.quantized import Ask
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu
@@ -56,23 +59,25 @@ def test_transposed_codes_are_the_references(name: str, rows: int) -> None:
     e = operand.encode(torch.randn(rows, 384, dtype=BF16, device=CUDA))
     request = CodecRequest("transpose", operand, CUDA, torch.uint8, rows, 384)
     assert dict(explain(request))["triton"] == "runs"
-    got = backward.transposed(e, operand, 128)
+    got = codec.transposed(operand, e, padded(rows, 128))
     with backend("reference"):
-        compare(got, backward.transposed(e, operand, 128), name)
+        compare(got, codec.transposed(operand, e, padded(rows, 128)), name)
 
 
 @pytest.mark.parametrize("shape", [(33, 384), (300, 1040), (1031, 256)])
 @pytest.mark.parametrize("name", ["te-fp8-tensor", "te-fp8-e5m2-tensor"])
 def test_one_pass_writes_the_codes_of_both_sides(name: str, shape: tuple[int, int]) -> None:
     operand, x = as_operand(get_format(name)), torch.randn(*shape, dtype=BF16, device=CUDA)
-    request = CodecRequest("sides", operand, CUDA, BF16, *shape)
+    request = CodecRequest("sides", operand, CUDA, BF16, *shape, columns=operand, column_codes=True)
     assert dict(explain(request))["triton"] == "runs"
     for view in (x, x.t().contiguous().t()):
-        rows, columns = codec.sides(operand, view, 16 * -(-shape[0] // 16))
+        how = view, operand, operand, codec.Lengths(padded(shape[0], 16), shape[1]), Ask(), Ask()
+        got = codec.sides(*how)
         with backend("reference"):
-            want_rows, want_columns = codec.sides(operand, view, 16 * -(-shape[0] // 16))
-        compare(rows, want_rows, name)
-        assert differing(columns, want_columns) == 0
+            want = codec.sides(*how)
+        for side, other in zip(got, want, strict=True):
+            assert side is not None and other is not None and side.codes.k == other.codes.k
+            compare(side.codes, other.codes, name)
 
 
 ACROSS = ("mxfp8", "mxfp8-e5m2", "mxfp4", "nvfp4", "te-nvfp4", "xx-nvfp4", "qutlass-mxfp4", "mxfp4-quest")
@@ -89,7 +94,7 @@ def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtyp
         view, want = x.to(CUDA).t().contiguous().t(), fmt.encode(x.contiguous())
         for operand in (True, False):
             with backend("triton"):
-                e, values, alpha = codec.encode_with_values(fmt, view, BF16, operand=operand, keep=True)
+                e, values, alpha = with_values(fmt, view, BF16, operand=operand, keep=True)
             assert e is not None
             compare(e, want, f"{name} {kind}")
             assert differing(values, fmt.operand(want, BF16) if operand else fmt.decode(want, BF16)) == 0, kind
@@ -127,11 +132,13 @@ def test_operands_of_both_sides_are_the_references(rows: str | None, columns: st
     for kind, cpu in cases.items():
         x, (m, n) = cpu.to(CUDA), cpu.shape
         lengths = -(-m // (of_t.block if of_t else 1)) * (of_t.block if of_t else 1), -(-n // 32) * 32
-        how = x, of_x, of_t, *lengths, BF16, *randoms
-        assert dict(explain(CodecRequest("operands", of_x or of_t, CUDA, dtype, m, n, False, of_t)))["triton"] == "runs"
-        got = codec.operands(*how)
+        how = x, of_x, of_t, codec.Lengths(*lengths), *(Ask(False, BF16, random=r) for r in randoms)
+        first = Operand(of_t.format) if of_x is None else of_x
+        request = CodecRequest("sides", first, CUDA, dtype, m, n, False, True, False, of_t)
+        assert dict(explain(request))["triton"] == "runs"
+        got = codec.sides(*how)
         with backend("reference"):
-            want = codec.operands(*how)
+            want = codec.sides(*how)
         for side, a, b in zip(("rows", "columns"), got, want, strict=True):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
@@ -149,13 +156,14 @@ def test_places_of_a_large_matrix_are_64_bits_long(monkeypatch: pytest.MonkeyPat
         torch.randn(96, 2080, dtype=BF16, device=CUDA),
         torch.tensor([1 << 31, 12345, 7 + (5 << 32)], device=CUDA),
     )
-    drawn = get_operand("nvfp4-sr"), get_operand(f"{RHT}nvfp4-sr"), 96, 2080, BF16, Random(state, 0), Random(state, 2)
-    want = codec.operands(x, *drawn)
+    asked = (Ask(False, BF16, random=Random(state, side)) for side in (0, 2))
+    drawn = get_operand("nvfp4-sr"), get_operand(f"{RHT}nvfp4-sr"), codec.Lengths(96, 2080), *asked
+    want = codec.sides(x, *drawn)
     assert kernel._place(1 << 16, 1 << 15) is tl.int64 and kernel._place(96, 2080) is tl.int32
     for launches in (kernel._launch, kernel._finder):
         monkeypatch.setattr(kernel, launches.__name__, launches.__wrapped__)
     monkeypatch.setattr(kernel, "_place", lambda m, n: tl.int64)
-    for a, b in zip(codec.operands(x, *drawn), want, strict=True):
+    for a, b in zip(codec.sides(x, *drawn), want, strict=True):
         assert a is not None and b is not None
         assert differing(a.values.contiguous(), b.values.contiguous()) == 0 and differing(a.alpha, b.alpha) == 0
 
@@ -170,17 +178,19 @@ def test_codes_of_both_sides_are_the_references(rows: str, columns: str, dtype: 
     for kind, cpu in cases.items():
         if cpu.shape[1] % 32:
             continue
-        how = cpu.to(CUDA), of_x, of_t, 32 * -(-cpu.shape[0] // 32)
-        assert dict(explain(CodecRequest("both", of_x, CUDA, dtype, *cpu.shape, True, of_t)))["triton"] == "runs"
-        got = codec.both_coded(*how)
+        lengths = codec.Lengths(32 * -(-cpu.shape[0] // 32), cpu.shape[1])
+        how = cpu.to(CUDA), of_x, of_t, lengths, Ask(True, dtype), Ask()
+        request = CodecRequest("sides", of_x, CUDA, dtype, *cpu.shape, True, True, False, of_t, True)
+        assert dict(explain(request))["triton"] == "runs"
+        got = codec.sides(*how)
         with backend("reference"):
-            want = codec.both_coded(*how)
-        assert got.rows.encoded is not None and want.rows.encoded is not None
-        compare(got.rows.encoded, want.rows.encoded, f"{rows} {kind}")
-        compare(got.columns, want.columns, f"{columns} {kind}")
-        assert differing(got.rows.values, want.rows.values) == 0, kind
-        assert (got.rows.alpha is None) == (want.rows.alpha is None)
-        assert got.rows.alpha is None or differing(got.rows.alpha, want.rows.alpha) == 0, kind
+            want = codec.sides(*how)
+        assert got.row is not None and got.col is not None and want.row is not None and want.col is not None
+        compare(got.row.codes, want.row.codes, f"{rows} {kind}")
+        compare(got.col.codes, want.col.codes, f"{columns} {kind}")
+        assert differing(got.row.values, want.row.values) == 0, kind
+        assert (got.row.alpha is None) == (want.row.alpha is None)
+        assert got.row.alpha is None or differing(got.row.alpha, want.row.alpha) == 0, kind
 
 
 @pytest.mark.parametrize(("name", "kernels"), [("nvfp4-training", 11), ("mxfp8-nvfp4", 12), ("nvfp4-mxfp8", 9)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import with_values
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,12 +45,12 @@ def test_later_launches_read_the_tensors_they_are_given(name: str) -> None:
                 x = store.to(dtype)[start : start + 64 * 512].view(64, 512) * (1 if start else 3)
                 x = x if start == 0 else store.to(dtype)[1:].view(64, 512)
                 e = fmt.encode(x)
-                got, values, alpha = codec.encode_with_values(fmt, x, dtype, operand=True, keep=True)
+                got, values, alpha = with_values(fmt, x, dtype, operand=True, keep=True)
                 assert got is not None
                 assert all(same(a, b) for a, b in zip(got[:4], e[:4], strict=True))
                 assert same(values, fmt.operand(e, dtype))
                 assert same(codec.decode(fmt, got, dtype), fmt.decode(e, dtype))
-                again = codec.encode_with_values(fmt, x, dtype, operand=True, measured=alpha)
+                again = with_values(fmt, x, dtype, operand=True, measured=alpha)
                 assert same(again.values, values) and same(again.alpha, alpha)
 
 
@@ -60,17 +61,17 @@ def test_a_profilers_hooks_hear_of_later_launches() -> None:
     fmt, x = get_format("nvfp4"), torch.randn(64, 512, device=CUDA, dtype=BF16)
     heard: list[str] = []
     with backend("triton"):
-        quantized = [codec.encode_with_values(fmt, x, BF16, operand=True, keep=True) for _ in range(2)]
+        quantized = [with_values(fmt, x, BF16, operand=True, keep=True) for _ in range(2)]
         hooks = (lambda m: heard.append(f"enter {m.get()['name']}"), lambda m: heard.append("exit"))
         knobs.runtime.launch_enter_hook.add(hooks[0])
         knobs.runtime.launch_exit_hook.add(hooks[1])
         try:
-            quantized.append(codec.encode_with_values(fmt, x, BF16, operand=True, keep=True))
+            quantized.append(with_values(fmt, x, BF16, operand=True, keep=True))
         finally:
             knobs.runtime.launch_enter_hook.remove(hooks[0])
             knobs.runtime.launch_exit_hook.remove(hooks[1])
         assert heard == ["enter _absmax", "exit", "enter _encode", "exit"]
-        quantized.append(codec.encode_with_values(fmt, x, BF16, operand=True, keep=True))
+        quantized.append(with_values(fmt, x, BF16, operand=True, keep=True))
     assert len(heard) == 4
     assert all(same(q.values, quantized[0].values) for q in quantized)
 
@@ -96,8 +97,8 @@ def test_a_measured_outer_scale_gives_the_same_bits(special: str) -> None:
     x[3, 5] = {"inf": float("inf"), "nan": float("nan")}.get(special, 0.5 if special == "normal" else x[3, 5])
     fmt = get_format("nvfp4")
     for operand in (True, False):
-        once = codec.encode_with_values(fmt, x, torch.float32, operand=operand)
-        again = codec.encode_with_values(fmt, x, torch.float32, operand=operand, measured=once.alpha)
+        once = with_values(fmt, x, torch.float32, operand=operand)
+        again = with_values(fmt, x, torch.float32, operand=operand, measured=once.alpha)
         assert same(once.values, again.values) and same(once.alpha, again.alpha)
 
 

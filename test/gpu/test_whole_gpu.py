@@ -19,7 +19,7 @@ NAMES = ("nvfp4", "fp8-tensor")
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole, "LEAST", 1)  # it is right for small ones too
-    request = CodecRequest("encode", get_format("nvfp4"), CUDA, BF16, 640, 4096)
+    request = CodecRequest("quantize", get_format("nvfp4"), CUDA, BF16, 640, 4096)
     if (reason := dict(explain(request))["cuda"]) != "runs":
         pytest.skip(reason)
 

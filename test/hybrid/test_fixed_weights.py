@@ -41,7 +41,7 @@ SIDES = {
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
     count: Counter[tuple[int, ...]] = Counter()
-    for name in ("encode", "encode_with_values"):
+    for name in ("quantize",):
         real = getattr(codec, name)
 
         def counted(made: Any, x: Tensor, *rest: Any, real: Any = real, **options: Any) -> Any:

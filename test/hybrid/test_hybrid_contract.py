@@ -10,7 +10,7 @@ from support.hybrid_cases import data, layer, named, step
 
 from aoquant import HybridConfig, backend
 from aoquant.layers import law
-from aoquant.ops import Request, backward, linear, router
+from aoquant.ops import Request, backward, codec, linear, router
 from aoquant.recipes import get_recipe
 
 FP8 = "fp8_scaled_mm_precise"
@@ -109,4 +109,4 @@ def test_a_product_of_nothing_has_its_shape() -> None:
 def test_codes_of_dy_are_shared_where_both_gemms_read_the_same(dgrad: str, wgrad: str, shared: bool) -> None:
     first, second = named(dgrad), named(wgrad)
     assert first is not None and second is not None
-    assert backward.shares_codes(first, second) == shared
+    assert codec.shares_codes(first, second) == shared

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import coded
 from support.hybrid_cases import (
     BF16,
     FORMATS,
@@ -25,7 +26,7 @@ from torch import Tensor
 from aoquant import Cast, HybridConfig, MXFP8WeightConfig, PackedWeightConfig, QATConfig, backend, ops
 from aoquant.formats import Encoded
 from aoquant.layers import law
-from aoquant.ops import backward
+from aoquant.ops import backward, encoding
 from aoquant.recipes import NVFP4_TRAINING
 
 PAIRS = list(itertools.permutations(FORMATS, 2))
@@ -149,7 +150,8 @@ def test_11_square_tiles_share_codes(name: str, rows: int, dtype: torch.dtype) -
     operand, x = named(name), data(dtype, m=rows)[0]
     assert operand is not None and operand.format.square
     wanted = ops.codec.encode(operand, padded(x.t(), 128))
-    same_codes(backward.transposed(ops.codec.encode(operand, x), operand, 128), wanted)
+    turned = ops.codec.transposed(operand, ops.codec.encode(operand, x), encoding.padded(rows, 128))
+    same_codes(turned, wanted)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "te-nvfp4", "te-fp8-1x128"])
@@ -212,20 +214,18 @@ SYMBOLIC = "test_aot_dispatch_dynamic"  # ten times the others' time; without ro
 def test_the_ops_are_well_formed(name: str, rows: int, checks: tuple[str, ...]) -> None:
     operand, (x, g) = named(name), data(m=rows)
     assert operand is not None
-    torch.library.opcheck(
-        ops.encode_columns.overload, tuple(ops.encode_columns.flat(x, operand, operand.period)), test_utils=checks
-    )
-    made = ops.encode_columns(x, operand, operand.period)
-    columns = Encoded(*made, k=rows + -rows % operand.period)
+    flat = tuple(ops.encode.flat(x, None, operand, multiple=operand.period))
+    torch.library.opcheck(ops.encode.overload, flat, test_utils=checks)
+    made = ops.encode(x, None, operand, multiple=operand.period).col
+    assert made is not None and made.codes.k == max(operand.period, rows + -rows % operand.period)
+    columns = made.codes
     pair = ops.Pair(operand, operand)
-    flat = tuple(ops.wgrad.flat(g, ops.Kept(columns, keeps="columns"), pair))
-    torch.library.opcheck(ops.wgrad.overload, flat, test_utils=checks)
+    flat = tuple(ops.gradients.flat(g, None, None, ops.Kept(columns, keeps="columns"), pair))
+    torch.library.opcheck(ops.gradients.overload, flat, test_utils=checks)
     if operand.format.square and operand.transform is None:
-        x_kept = ops.Kept(ops.encode(x, operand), keeps="square")
-        w_kept = ops.Kept(ops.encode(x.new_ones(g.shape[1], x.shape[1]), operand), keeps="square")
-        flat = tuple(ops.wgrad.flat(g, x_kept, pair))
-        torch.library.opcheck(ops.wgrad.overload, flat, test_utils=checks)
+        x_kept = ops.Kept(coded(x, operand), keeps="square")
+        w_kept = ops.Kept(coded(x.new_ones(g.shape[1], x.shape[1]), operand), keeps="square")
+        flat = tuple(ops.gradients.flat(g, None, None, x_kept, pair))
+        torch.library.opcheck(ops.gradients.overload, flat, test_utils=checks)
         flat = tuple(ops.gradients.flat(g, w_kept, pair, x_kept, pair))
         torch.library.opcheck(ops.gradients.overload, flat, test_utils=checks)
-        flat = tuple(ops.transposed.flat(ops.encode(x, operand), operand, 16))
-        torch.library.opcheck(ops.transposed.overload, flat, test_utils=checks)

@@ -50,7 +50,7 @@ def of_input(config: Any) -> float:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often a matrix of each shape was encoded, padded as it is, rows and columns in ascending order."""
     count: Counter[tuple[int, ...]] = Counter()
-    for name in ("encode", "encode_with_values"):
+    for name in ("quantize",):
         real = getattr(codec, name)
 
         def counted(made: Any, x: Tensor, *rest: Any, real: Any = real, **options: Any) -> Any:
@@ -164,14 +164,15 @@ def test_a_gpu_makes_both_sides_of_an_input_together(name: str, monkeypatch: pyt
     want = step(layer(config), x, g)
     monkeypatch.setattr(function, "one_pass", lambda t: True)
     linear = layer(config)
-    with counting("encode_input", "encode_columns") as calls:
+    with counting("encode") as calls:
         got = step(linear, x, g)
-    assert len(calls["encode_input"]) == 1 and not calls["encode_columns"]
+    sides = [(c["row"], c["col"]) for c in calls["encode"] if c["x_RK"].shape == x.shape]
+    assert len(sides) == 1 and "'" not in sides[0], "both in one op"
     assert_same(got, want)
     linear.weight.requires_grad_(False)
-    with counting("encode_input") as calls:
+    with counting("encode") as calls:
         step_of_input = linear(x.clone().requires_grad_())
-    assert not calls["encode_input"], "a column side that no GEMM reads"
+    assert all(c["col"] == "'" for c in calls["encode"]), "a column side that no GEMM reads"
     assert torch.equal(step_of_input.detach(), want["y"])
 
 

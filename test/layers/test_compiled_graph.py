@@ -26,7 +26,7 @@ from aoquant.layers import function
 from aoquant.layers.qat import RANDOM
 from aoquant.recipes import get_recipe
 
-OPS = ("encode", "encode_with_values", "scaled_mm", "dgrad", "wgrad", "bgrad", "pull_back")
+OPS = ("encode", "matmul", "gradients", "bgrad", "pull_back")
 CASES = ["nvfp4-act", "nvfp4-h16", "mxfp8-act", "int4-int8act", "int4-g32", "fp8-row-act"]
 STEP = Counter({"slice": 1, "add": 1, "slice_scatter": 1, "copy_": 1})  # the state's last number, in place
 VIEWS = {"t", "permute", "view", "_unsafe_view", "alias", "detach"}  # of an input or of the result: no kernel runs
@@ -91,9 +91,7 @@ def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monk
     if qat.prepared.recipe.fprop_input is None:
         want_ops["mm"] = 1
     assert graphs.kernels() == want_ops
-    assert want_ops["encode"] + want_ops["encode_with_values"] <= (1 if gpu else 2), (
-        "W is encoded apart, where the GEMM does that in passing"
-    )
+    assert want_ops["encode"] <= (1 if gpu else 2), "W is encoded apart, where the GEMM does that in passing"
 
 
 class Step(NamedTuple):
@@ -104,12 +102,12 @@ class Step(NamedTuple):
 
 
 HYBRIDS = {
-    "fp8-hybrid": Step(("encode", "scaled_mm_keeping"), ("gradients",)),
-    "nvfp4-training": Step(("encode_input", "scaled_mm_keeping"), ("gradients",)),
-    "mxfp8-nvfp4": Step(("encode_input", "scaled_mm_keeping"), ("gradients",)),
-    "nvfp4-mxfp8": Step(("encode_input", "scaled_mm_keeping"), ("gradients",)),
-    "mxfp8-hp": Step(("encode_with_values", "scaled_mm_keeping"), ("dgrad", "mm")),
-    "nvfp4-hp": Step(("encode_with_values", "scaled_mm_keeping"), ("dgrad", "mm")),
+    "fp8-hybrid": Step(("encode", "matmul"), ("gradients",)),
+    "nvfp4-training": Step(("encode", "matmul"), ("gradients",)),
+    "mxfp8-nvfp4": Step(("encode", "matmul"), ("gradients",)),
+    "nvfp4-mxfp8": Step(("encode", "matmul"), ("gradients",)),
+    "mxfp8-hp": Step(("encode", "matmul"), ("gradients", "mm")),
+    "nvfp4-hp": Step(("encode", "matmul"), ("gradients", "mm")),
 }
 
 
@@ -147,12 +145,12 @@ def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: 
     graphs = Graphs()
     step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
     forward, backward = graphs.made
-    (dgrad,) = (n for n in backward.graph.nodes if n.target is torch.ops.aoquant.dgrad.default)
+    (dgrad,) = (n for n in backward.graph.nodes if n.target is torch.ops.aoquant.gradients.default)
     tensors, _, words = dgrad.args
-    parts = ops.dgrad.arguments.parts.index("Tensor? w_measured")
+    parts = ops.gradients.arguments.parts.index("Tensor? w_measured")
     measured = tensors[words.split("|")[:parts].count("T")]
     assert measured.op == "placeholder" and measured.meta["val"].shape == (1, 1)
-    (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.scaled_mm.default)
+    (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.matmul.default)
     assert gemm in {n.args[0] for n in forward.graph.nodes if n.name == measured.name}
     (outputs,) = (n.args[0] for n in forward.graph.nodes if n.op == "output")
     kept = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in outputs[1:] if n.op != "placeholder")
@@ -172,8 +170,8 @@ def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytes
     for got, want in zip(compiled, eager, strict=True):
         assert_equal(got, want)
     found = graphs.kernels()
-    assert found["encode_with_values"] + found["encode"] == (1 if gpu else 1 + 3)
-    assert found["dgrad"] == found["wgrad"] == 3
+    assert found["encode"] == (1 if gpu else 1 + 3)
+    assert found["gradients"] == 3
 
 
 @pytest.mark.parametrize("name", [pytest.param("nvfp4-act", marks=pytest.mark.slow), "int4-g32"])

@@ -98,7 +98,7 @@ def test_calls_are_those_of_the_converted_layer(qat: QATLinear) -> None:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of the matrices that are encoded."""
     shapes: list[torch.Size] = []
-    for name in ("encode", "encode_with_values"):
+    for name in ("quantize",):
         real = getattr(codec, name)
 
         def counted(made: Any, x: Tensor, *rest: Any, real: Any = real, **options: Any) -> Any:

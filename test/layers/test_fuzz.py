@@ -285,9 +285,9 @@ def encodings(model: Model, xs: list[Tensor]) -> tuple[list[Tensor], list[Tensor
     """Outputs of a prepared model, and the deployed tensor that its own codes and scales make."""
     ys, weights = [], []
     for layer, x in zip(model.layers, xs, strict=True):
-        with counting("scaled_mm") as calls:
+        with counting("matmul") as calls:
             ys.append(layer(x))
-        (call,) = calls["scaled_mm"]
+        (call,) = calls["matmul"]
         target = plan_layer(layer, QATConfig(step="convert")).target
         codes, *rest = (call[name] for name in ("w", "w_scale", "w_zero", "w_outer"))
         e = Encoded(codes.clone(), *(None if t is None else t.clone() for t in rest), call["w_k"])

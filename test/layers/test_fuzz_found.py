@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from support.gemm import parts, scaled_mm
+from support.gemm import coded, parts, scaled_mm
 from support.linear_cases import BY_NAME, autocast, layer, prepared, same_bytes
 from torch import nn
 
-from aoquant import PackedTensor, PackedWeightConfig, get_format, ops, quantize_
+from aoquant import PackedTensor, PackedWeightConfig, get_format, quantize_
 from aoquant.formats import get_operand
 from aoquant.ops import tiles
 
@@ -36,7 +36,7 @@ def test_tiles_encode_under_autocast(name: str, dtype: torch.dtype) -> None:
     """Autocast promotes what `torch.cat` joins, and knows no float8."""
     x = torch.randn(32, 128)
     with autocast(dtype), mock.patch.object(tiles, "TILE", 1024):
-        made = ops.encode(x, get_operand(name))
+        made = coded(x, get_operand(name))
         assert same_bytes(tiles.encode(get_format(name), x).codes, made.codes)  # as convert calls it
     for got, want in zip(parts(made), parts(get_format(name).encode(x)), strict=True):
         assert same_bytes(got, want)

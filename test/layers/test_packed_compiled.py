@@ -104,7 +104,7 @@ def test_a_compiled_step_has_one_op_and_guards_on_no_subclass() -> None:
         )  # fmt: skip
         assert_equal(run(x), module(x))
     ops = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function" and "aoquant" in str(n.target)]
-    assert ops == ["aoquant.scaled_mm.default"]
+    assert ops == ["aoquant.matmul.default"]
     assert not [g.name for g in guards if "weight" in g.name]
 
 
@@ -156,7 +156,7 @@ def test_a_compiler_sees_one_operator_where_csrc_has_it(
         assert "aoquant_native.linear.default" not in graphs[-1] and len(graphs) == 2
         with backend("reference"):
             assert_equal(run(few), want)
-        assert "aoquant.scaled_mm.default" in graphs[-1] and told == [number] and len(graphs) == 3
+        assert "aoquant.matmul.default" in graphs[-1] and told == [number] and len(graphs) == 3
         with backend("reference"), backend("reference", role="gemm"):  # the number of blocks is guarded on by nothing
             assert_equal(run(few), want)
         assert len(graphs) == 3
@@ -164,7 +164,7 @@ def test_a_compiler_sees_one_operator_where_csrc_has_it(
             for odd in (module.bias.detach().repeat_interleave(2)[::2], torch.full((1,), 3.0, dtype=BF16)):
                 module.bias = nn.Parameter(odd, requires_grad=False)
                 assert_equal(run(few), general(module, few))
-            assert told == [number] and "aoquant.scaled_mm.default" in graphs[-1]
+            assert told == [number] and "aoquant.matmul.default" in graphs[-1]
             want = general(module, few)
     monkeypatch.setattr(one_call, "number", lambda *a: None)
     module.weight = module.weight

@@ -355,9 +355,10 @@ def test_a_gemm_that_nobody_wants_is_not_computed(frozen: str) -> None:
     layer, (x, g) = prepared("quartet2"), data()
     layer.weight.requires_grad_(frozen != "weight")
     x.requires_grad_(frozen != "x")
-    with counting("dgrad", "wgrad") as calls:
+    with counting("gradients") as calls:
         layer(x).backward(g)
-    assert {op: len(c) for op, c in calls.items()} == {"dgrad": frozen != "x", "wgrad": frozen != "weight"}
+    asked = [(c["w_matrix"] is not None, c["x_matrix"] is not None) for c in calls["gradients"]]
+    assert asked == [(frozen != "x", frozen != "weight")]
 
 
 def test_clipped_straight_through_masks_the_quantised_gradient() -> None:

@@ -289,7 +289,7 @@ def test_frozen_operands_cost_nothing(name: str, frozen: str) -> None:
     qat.weight.requires_grad_("weight" not in frozen)
     qat.bias.requires_grad_("bias" not in frozen)
     x = x.requires_grad_("x" not in frozen.split())
-    with counting("encode", "dgrad", "wgrad", "bgrad", "scaled_mm", "saturated") as calls:
+    with counting("encode", "gradients", "bgrad", "matmul", "saturated") as calls:
         y = qat(x)
         forward = {op: len(c) for op, c in calls.items()}
         if y.requires_grad:
@@ -297,10 +297,12 @@ def test_frozen_operands_cost_nothing(name: str, frozen: str) -> None:
         else:
             assert frozen == "x weight bias" and y.grad_fn is None
     quantised = qat.prepared.recipe.fprop_input is not None
-    assert forward == {"encode": 1 + quantised, "dgrad": 0, "wgrad": 0, "bgrad": 0, "scaled_mm": 1, "saturated": 0}
+    assert forward == {"encode": 1 + quantised, "gradients": 0, "bgrad": 0, "matmul": 1, "saturated": 0}
     assert len(calls["encode"]) == forward["encode"]
-    assert len(calls["dgrad"]) == x.requires_grad
-    assert len(calls["wgrad"]) == (quantised and qat.weight.requires_grad)
+    of_x, of_w = x.requires_grad, quantised and qat.weight.requires_grad
+    assert [(c["w_matrix"] is not None, c["x_matrix"] is not None) for c in calls["gradients"]] == [(of_x, of_w)] * (
+        of_x or of_w
+    )
     assert len(calls["bgrad"]) == qat.bias.requires_grad
     for part, tensor in (("x", x), ("weight", qat.weight), ("bias", qat.bias)):
         assert (tensor.grad is not None) == tensor.requires_grad

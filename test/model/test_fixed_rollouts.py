@@ -54,13 +54,13 @@ def test_tokens_and_logits(recipe: str) -> None:
 def test_no_weight_is_encoded_after_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, made = model("nvfp4"), list[int]()
     shapes = {m.weight.shape for m in prepared.modules() if hasattr(m, "prepared")}
-    real = codec.encode
+    real = codec.quantize
 
     def counted(operand: Any, x: Tensor, *rest: Any) -> Any:
         made.append(x.shape in shapes)
         return real(operand, x, *rest)
 
-    monkeypatch.setattr(codec, "encode", counted)
+    monkeypatch.setattr(codec, "quantize", counted)
     with fixed_weights(prepared):
         logits(prepared)
         assert sum(made) == 14, "seven layers in each of two blocks"

@@ -268,7 +268,7 @@ def test_the_environment_names_roles_that_there_are(no_environment: Callable[[st
     no_environment("gem=reference")
     with pytest.raises(
         ValueError,
-        match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are both, decode, encode, fitted, gemm, hold",
+        match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are decode, gemm, quantize, saturate, sides",
     ):
         layer(x)
 
@@ -279,7 +279,7 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
     y = layer(x)
     with backend("reference", role="quantize"), backend("reference", role="gemm"):
         assert torch.equal(layer(x), y)
-    for role, forced in (("gemm", "triton"), ("gemm", "qutlass"), ("quantize", "triton"), ("encode", "triton")):
+    for role, forced in (("gemm", "triton"), ("gemm", "qutlass"), ("quantize", "triton")):
         with (
             backend(forced, role=role),
             pytest.raises(ValueError, match=f"backend '{forced}' was forced, but cannot run"),
@@ -291,11 +291,11 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
             layer(x)
     with pytest.raises(
         ValueError,
-        match=r"no backend is called 'tensor-cores' in role 'encode'; there are: cuda, triton, cpu, reference, qutlass",
+        match=r"no backend is called 'tensor-cores' in role 'decode'; there are: triton, cpu, reference",
     ):
-        backend("tensor-cores", role="encode").__enter__()
+        backend("tensor-cores", role="decode").__enter__()
     with pytest.raises(
-        ValueError, match="there is no role 'matmul'; roles are both, decode, encode, fitted, gemm, hold"
+        ValueError, match="there is no role 'matmul'; roles are decode, gemm, quantize, saturate, sides"
     ):
         backend("reference", role="matmul").__enter__()
 
@@ -304,16 +304,15 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
     for value, says in (
         ("gemm=triton", r"backend 'triton' was forced, but cannot run this GEMM .* its kernels are for CUDA devices"),
         ("reference,gemm=triton", "backend 'triton' was forced, but cannot run this GEMM"),
-        ("encode=triton", "backend 'triton' was forced, but cannot run this encode"),
-        ("quantize=triton", "backend 'triton' was forced, but cannot run this encode"),
-        ("encode=tensor-cores", r"there is none; known: cuda, triton, cpu, reference, qutlass"),
+        ("quantize=triton", "backend 'triton' was forced, but cannot run this quantize"),
+        ("quantize=tensor-cores", r"there is none; known: cuda, triton, cpu, reference, qutlass"),
     ):
         no_environment(value)
         with pytest.raises(ValueError, match=says):
             layer(x)
         with backend("reference"):  # a block is nearer than the environment
             assert torch.equal(layer(x), y)
-    no_environment("triton,gemm=reference,encode=reference,decode=reference")
+    no_environment("triton,gemm=reference,quantize=reference,decode=reference")
     assert torch.equal(layer(x), y)
 
 
@@ -332,7 +331,7 @@ def test_what_was_silently_something_else_is_refused() -> None:
         aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=torch.eye(16).int())
     with pytest.raises(
         ValueError,
-        match="there is no role 'matmul'; roles are both, decode, encode, fitted, gemm, hold, operands, quantize, rotate, saturate",
+        match="there is no role 'matmul'; roles are decode, gemm, quantize, saturate, sides, transform, transpose",
     ):
         aoquant.backend("reference", role="matmul").__enter__()
     with pytest.raises(ValueError, match="backward is quartet, quartet2, or a format for gradients"):

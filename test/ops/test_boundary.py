@@ -15,15 +15,15 @@ from aoquant.ops.boundary import Arguments
 X, Y, S = torch.randn(4, 32), torch.randn(4, 32), torch.ones(4, 1)
 FP8, NVFP4 = get_operand("te-fp8-tensor"), get_operand("te-hadamard16-sd7e8+te-nvfp4")
 CODED = Encoded(X, S, None, Y, 32)
-GEMM = (CODED, Y, None, FP8, NVFP4, "aoquant", [4, 3], torch.bfloat16, None, [3, 1])
+GEMM = (CODED, Y, None, FP8, NVFP4, "aoquant", [4, 3], torch.bfloat16, None, [3, 1], True, Scales(S))
 KEPT = ops.Kept(CODED, None, Scales(S, None, S), None, "square")
 CALLS: dict[str, tuple[Any, tuple[Any, ...], int, list[int]]] = {
-    "missing": (ops.scaled_mm, (X, Y, None, None, FP8, "dequantize", [], torch.float32, None, None), 2, []),
-    "encoded": (ops.scaled_mm, GEMM, 4, [32, 4, 3, 3, 1]),
+    "missing": (ops.matmul, (X, Y, None, None, FP8, "dequantize", [], torch.float32, None, None, False, None), 2, []),
+    "encoded": (ops.matmul, GEMM, 5, [32, 4, 3, 3, 1]),
     "nested": (ops.gradients, (X, KEPT, ops.Pair(FP8, FP8), ops.Kept(Y), ops.Pair(NVFP4, FP8, "c"), S, None), 8, [32]),
-    "no tuple": (ops.dgrad, (X, ops.Kept(Y), None, None, Scales(S)), 3, []),
-    "true": (ops.encode_with_values, (X, FP8, True), 1, []),
-    "false": (ops.encode_with_values, (X, FP8, False), 1, []),
+    "no tuple": (ops.gradients, (X, None, None, ops.Kept(Y), None, None, Scales(S)), 3, []),
+    "a side": (ops.encode, (X, FP8, None, None, "operand", 1), 1, [1]),
+    "the other side": (ops.encode, (X, None, NVFP4, Scales(S), "", 32), 2, [32]),
 }
 
 
@@ -56,13 +56,14 @@ def test_other_tensors_of_a_call_that_is_known() -> None:
 
 def test_few_arguments_cross() -> None:
     """The dispatcher takes the host's time for each."""
-    for op in (ops.encode, ops.scaled_mm, ops.gradients):
+    for op in (ops.encode, ops.matmul, ops.gradients):
         assert [a.name for a in op.overload._schema.arguments] == ["tensors", "numbers", "words"]
 
 
 def test_a_missing_result_is_none() -> None:
     x = torch.randn(16, 32, dtype=torch.bfloat16)
-    codes, scale, zero, outer = ops.encode.overload(*ops.encode.flat(x, FP8))
+    codes, scale, zero, outer, *rest = ops.encode.overload(*ops.encode.flat(x, FP8))
+    assert all(t is None for t in rest)
     assert zero is None and outer is None
     want = FP8.encode(x)
     assert torch.equal(codes.view(torch.uint8), want.codes.view(torch.uint8)) and torch.equal(scale, want.scale)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.gemm import parts, scaled_mm
+from support.gemm import coded, parts, scaled_mm, with_values
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
@@ -14,9 +14,11 @@ from aoquant import backend, explain, get_format, list_formats, ops
 from aoquant.formats import Format, Scales, as_operand, get_operand
 from aoquant.ops import CodecRequest, backward, codec, router, tiles
 from aoquant.ops.codec import cuda, triton
+from aoquant.ops.encoding import padded
+from aoquant.ops.quantized import Ask, Side
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ROLES = ("encode", "decode", "quantize")
+ROLES = ("decode", "quantize")
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "int4-g64", "intx3-g32", "int8-row-asym", "int8-tensor", "fp8-row", "fp8-tensor")
 
 
@@ -27,10 +29,11 @@ def request(role: str, name: str, device: torch.device = CPU) -> CodecRequest:
 @pytest.mark.parametrize("role", ROLES)
 def test_the_reference_runs_and_the_others_say_why_not(role: str) -> None:
     rows = explain(request(role, "nvfp4"))
-    names = ("triton",) if role == "decode" else ("cuda", "triton")  # csrc has encoders alone
-    first = [(name, "its kernels are for CUDA devices") for name in names]
-    assert rows[: len(first)] == first
-    cpu, reference, *rest = rows[len(first) :]
+    assert dict(rows)["triton"] == "its kernels are for CUDA devices"
+    assert (dict(rows).get("cuda") == "its kernels are for CUDA devices") == (role == "quantize"), (
+        "csrc has encoders alone"
+    )
+    cpu, reference, *rest = rows[[name for name, _ in rows].index("cpu") :]
     assert cpu[0] == "cpu" and "nvfp4" in cpu[1] and reference == ("reference", "runs")
     # below the reference, so that only forcing runs it
     below = [(name, "not nvfp4" in why) for name, why in rest]
@@ -55,23 +58,23 @@ def test_the_cpu_kernels_say_what_they_do_not_decode(name: str, k: int, reason: 
 def test_codes_under_scales_from_elsewhere() -> None:
     x, s = data("outlier", 6, 192, BF16), Scales(outer=torch.full((1, 1), 2.0**-10))
     fmt = get_format("nvfp4")
-    for got, want in zip(codec.hold(fmt, x, s).tensors, fmt.hold(x, s).tensors, strict=True):
+    for got, want in zip(codec.encode(fmt, x, s).tensors, fmt.hold(x, s).tensors, strict=True):
         assert (got is None) == (want is None)
         if got is not None and want is not None:
             assert_equal(got.view(torch.uint8), want.view(torch.uint8))
-    assert codec.hold(fmt, x, s).outer is s.outer and fmt.encode(x).outer != s.outer
-    asked = [
-        dict(explain(request("hold", name)))["triton"] for name in ("nvfp4", "nvfp4-pow2", "nvfp4-row", "int8-row")
-    ]
+    assert codec.encode(fmt, x, s).outer is s.outer and fmt.encode(x).outer != s.outer
+    names = ("nvfp4", "nvfp4-pow2", "nvfp4-row", "int8-row")
+    requests = (CodecRequest("quantize", get_format(name), CPU, BF16, 6, 192, held=True) for name in names)
+    asked = [dict(explain(request))["triton"] for request in requests]
     assert asked[:2] == ["its kernels are for CUDA devices"] * 2
     assert asked[2:] == [f"has no kernel for {name} under scales from elsewhere" for name in ("nvfp4-row", "int8-row")]
-    with backend("triton", role="quantize"), pytest.raises(ValueError, match=r"hold \(nvfp4, 6 x 192"):
-        codec.hold(fmt, x, s)
+    with backend("triton", role="quantize"), pytest.raises(ValueError, match=r"quantize \(nvfp4, 6 x 192"):
+        codec.encode(fmt, x, s)
 
 
 def test_forcing_triton_on_a_cpu_is_an_error_with_its_reason() -> None:
     x = data("normal", 6, 192, BF16)
-    with backend("triton"), pytest.raises(ValueError, match=r"encode \(nvfp4, 6 x 192, .*for CUDA devices.*another"):
+    with backend("triton"), pytest.raises(ValueError, match=r"quantize \(nvfp4, 6 x 192, .*for CUDA devices.*another"):
         codec.encode(get_format("nvfp4"), x)
 
 
@@ -93,7 +96,7 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
     e = fmt.encode(x)
     for operand in (True, False):
         want = fmt.operand(e, dtype) if operand else fmt.decode(e, dtype)
-        kept, values, alpha = codec.encode_with_values(fmt, x, dtype, operand=operand, keep=True)
+        kept, values, alpha = with_values(fmt, x, dtype, operand=operand, keep=True)
         assert kept is not None
         assert_equal(values, want)
         assert_equal(kept.codes, e.codes)
@@ -102,10 +105,11 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
         if alpha is not None and expected is not None:
             assert_equal(alpha, expected)
         assert_equal(codec.decode(fmt, e, dtype, operand=operand), want)
-        assert codec.encode_with_values(fmt, x, dtype, operand=operand).encoded is None
-        again = ops.encode_with_values(x, get_operand(name), operand)
+        assert with_values(fmt, x, dtype, operand=operand).encoded is None
+        again = ops.encode(x, get_operand(name), reads="operand" if operand else "decoded").row
+        assert again is not None
         assert_equal(again.values, want)
-        for part, mine in zip(parts(again.encoded), parts(e), strict=True):
+        for part, mine in zip(parts(again.codes), parts(e), strict=True):
             assert_equal(part, mine)
 
 
@@ -113,19 +117,20 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
 def test_a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is(name: str) -> None:
     x, w = data("normal", 6, 192, BF16, 1), data("normal", 16, 192, BF16, 2)
     rest = (None, name, name, "aoquant", [6], BF16)
-    made = ops.encode_with_values(x, get_operand(name), True)
-    want = scaled_mm(made.encoded, ops.encode(w, get_operand(name)), *rest)
-    assert_equal(scaled_mm(made.encoded, w, *rest, made.values), want)
+    made = ops.encode(x, get_operand(name), reads="operand").row
+    assert made is not None
+    want = scaled_mm(made.codes, coded(w, get_operand(name)), *rest)
+    assert_equal(scaled_mm(made.codes, w, *rest, made.values), want)
 
 
 @pytest.mark.parametrize("name", ["intx1-g32", "intx4-g32-noclip", "fp8-64x64", "intx8-row-sfloat32", "fp8-row:lb0.5"])
 def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that has Triton and a GPU, an option that the kernels do not know goes to the reference."""
     monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
-    rows = dict(explain(request("encode", name, CUDA)))
+    rows = dict(explain(request("quantize", name, CUDA)))
     assert rows["reference"] == "runs"
     assert name in rows["triton"]
-    assert dict(explain(request("encode", "nvfp4", CUDA)))["triton"] == "runs"
+    assert dict(explain(request("quantize", "nvfp4", CUDA)))["triton"] == "runs"
 
 
 @pytest.mark.parametrize("name", sorted(list_formats()))
@@ -163,22 +168,20 @@ def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, na
 def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands in for its library: what is tested is how it is called, in every role."""
 
-    def library(
-        f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
-    ) -> router.CodesAndValues:
+    def library(f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
         e = f.encode(x)
         assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
         values = x.new_empty(0) if dtype is None else (f.operand if operand else f.decode)(e, dtype)
-        return router.CodesAndValues(e, values, e.outer)
+        return Side(e, values, e.outer)
 
     monkeypatch.setattr(cuda, "_run", library)
     fmt, x = get_format(name), data("outlier", 6, 192, BF16)
     runs = {b.role: b.run for b in router._backends if b.name == "cuda"}
     e = fmt.encode(x)
-    assert_equal(runs["encode"](as_operand(fmt), x).codes, e.codes)
+    assert_equal(runs["quantize"](as_operand(fmt), x, Ask()).codes.codes, e.codes)
     for measured in (None, e.outer):
         for keep in (True, False):
-            made = runs["quantize"](as_operand(fmt), x, BF16, True, keep, measured)
+            made = runs["quantize"](as_operand(fmt), x, Ask(keep, BF16, measured=measured))
             assert (made.encoded is not None) == keep
             if keep:
                 assert_equal(made.encoded.codes, e.codes)
@@ -193,14 +196,14 @@ def test_what_triton_takes_of_a_transform(monkeypatch: pytest.MonkeyPatch) -> No
     def said(role: str, name: str, k: int = 192) -> str:
         return dict(explain(CodecRequest(role, get_operand(name), CUDA, BF16, 6, k)))["triton"]
 
-    for role, name in (("quantize", "hadamard16+high-precision"), ("encode", "hadamard16+nvfp4"),
+    for role, name in (("quantize", "hadamard16+high-precision"), ("quantize", "hadamard16+nvfp4"),
                        ("quantize", "rht32+mxfp4-sr"), ("quantize", "mxfp4-sr")):  # fmt: skip
         assert said(role, name) == "runs"
     for role, name, why in (
         ("quantize", "wush16+high-precision", "wush16"),
-        ("encode", "hadamard16+intx1-g32", "intx1-g32"),
-        ("encode", "rht32+mxfp4-sr", "to encode rht32"),
-        ("encode", "fouroversix-16x16", "blocks of 16"),
+        ("quantize", "hadamard16+intx1-g32", "intx1-g32"),
+        ("decode", "rht32+mxfp4-sr", "to decode rht32"),
+        ("quantize", "fouroversix-16x16", "blocks of 16"),
     ):
         assert why in said(role, name), (role, name)
     assert said("quantize", "rht32+mxfp4-sr", 208) == "rotates and scales 32 values at once, got K = 208"
@@ -215,7 +218,7 @@ def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: p
     assert made.alpha is None and made.encoded is not None and made.values is not None
     assert_equal(made.encoded.codes, want)
     assert_equal(made.values, want.float())
-    assert triton.in_one_pass(operand, x, None, True, False, None) == router.Made(None, None, None)
+    assert triton.in_one_pass(operand, x, None, True, False, None) == Side()
 
 
 def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +230,7 @@ def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         (6, 0, BF16, False),
         (6, 192, torch.float64, False),
     ):
-        reason = cuda._why_not(CodecRequest("encode", wanted, CUDA, dtype, rows, k))
+        reason = cuda._why_not(CodecRequest("quantize", wanted, CUDA, dtype, rows, k))
         assert (reason is None) == reads
         assert reads or f"matrices with values in them, got {rows} x {k}" in (reason or "")
 
@@ -237,7 +240,7 @@ def test_transforms_and_masks_of_the_reference() -> None:
     assert_equal(codec.transform(operand, x, None), operand.transformed(x))
     clipped = operand.format.saturated(operand.transformed(x), operand.encode(x))
     assert 0 < clipped.sum() < clipped.numel()
-    bits, grad = codec.saturated(operand, x, None), data("normal", 64, 192, BF16, 1)
+    bits, grad = codec.saturated(operand, x), data("normal", 64, 192, BF16, 1)
     ids = torch.tensor([5, 1])
     assert_equal(ops.saturated(x, operand), bits)
     assert_equal(ops.saturated(x, operand, None, ids), bits[ids])
@@ -262,7 +265,7 @@ def test_transposed_codes_are_those_of_the_transpose(name: str, rows: int) -> No
     found = backward.columns(x, operand, 32)
     assert found.codes.shape[0] == 96 and found.k == (64 if rows else 32)
     if rows:
-        turned = backward.transposed(operand.encode(x), operand, 32)
+        turned = codec.transposed(operand, operand.encode(x), padded(len(x), 32))
         for part, want in zip(parts(turned), parts(found), strict=True):
             assert_equal(part, want)
 
@@ -279,6 +282,6 @@ def test_ordinary_tensors_meet_no_dispatcher() -> None:
     held = operand.measure(x)
     assert held.outer is not None
     with torch.no_grad(), mock.patch.object(type(ops.encode), "_dispatched", side_effect=AssertionError):
-        assert_equal(ops.encode(x, operand, held).codes, operand.encode(x, held).codes)
+        assert_equal(coded(x, operand, held).codes, operand.encode(x, held).codes)
         with pytest.raises(AssertionError):
-            ops.encode(x.to("meta"), operand)
+            coded(x.to("meta"), operand)

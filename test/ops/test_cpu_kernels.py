@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cpu_library import cpu_builder, with_library
+from support.gemm import with_values
 from torch import Tensor, nn
 
 import aoquant
@@ -110,11 +111,11 @@ def test_rows_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) -> N
     for a, b in zip(found.tensors, want.tensors, strict=True):
         assert (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype)
         assert a is None or b is None or (a.shape == b.shape and torch.equal(bits(a.float()), bits(b.float())))
-    made = codec.encode_with_values(f, x, dtype, operand=True)
+    made = with_values(f, x, dtype, operand=True)
     assert torch.equal(bits(made.values), bits(f.operand(want, dtype))) and made.encoded is None
     alpha = f.alpha(want)
     assert made.alpha is not None and alpha is not None and torch.equal(bits(made.alpha), bits(alpha))
-    kept = codec.encode_with_values(f, x, dtype, keep=True)  # decoded values, not the operand
+    kept = with_values(f, x, dtype, keep=True)  # decoded values, not the operand
     assert kept.encoded is not None and torch.equal(bits(kept.values), bits(f.decode(want, dtype)))
 
 
@@ -131,7 +132,7 @@ def test_int4_weights_are_encoded_as_the_format_does(name: str, dtype: torch.dty
     for a, b in ((found.scale, want.scale), (found.zero, want.zero)):
         assert a is not None and b is not None and a.dtype == b.dtype == dtype
         assert torch.equal(bits(a), bits(b))
-    made = codec.encode_with_values(f, x, dtype, operand=True, keep=True)
+    made = with_values(f, x, dtype, operand=True, keep=True)
     assert made.encoded is not None and torch.equal(made.encoded.codes, want.codes)
     assert torch.equal(bits(made.values), bits(f.operand(want, dtype))) and made.alpha is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import coded, dgrad, wgrad
 from torch import Tensor
 
 from aoquant import ops
@@ -79,9 +80,9 @@ def test_grouped_gemms_are_those_of_each_expert(activation: str, transposed: boo
     token = torch.randint(0, 6, (s,))
     rows = tokens[token]
     given = w.transpose(1, 2).contiguous() if transposed else w
-    x = tokens if x_operand is None else ops.encode(tokens, x_operand)
+    x = tokens if x_operand is None else coded(tokens, x_operand)
     y = ops.grouped_mm(x, None, token, ends, given, x_operand, operand, transposed, torch.bfloat16)
-    sorted_x = rows if x_operand is None else ops.encode(rows, x_operand)
+    sorted_x = rows if x_operand is None else coded(rows, x_operand)
     again = ops.grouped_mm(
         sorted_x, None, None, ends, stacks.encode(operand, w, False), x_operand, operand, False, torch.bfloat16
     )
@@ -91,11 +92,11 @@ def test_grouped_gemms_are_those_of_each_expert(activation: str, transposed: boo
     dw = ops.grouped_wgrad(grad, ends, x, token, x_operand, transposed)
     dw = dw.transpose(1, 2) if transposed else dw
     for e, r in hit:
-        x_q = rows[r] if x_operand is None else ops.encode(rows[r], x_operand)
-        want = ops.scaled_mm(x_q, w[e], None, x_operand, operand, "aoquant", [len(rows[r])], torch.bfloat16).y
+        x_q = rows[r] if x_operand is None else coded(rows[r], x_operand)
+        want = ops.matmul(x_q, w[e], None, x_operand, operand, "aoquant", [len(rows[r])], torch.bfloat16).y
         assert torch.equal(y[r], want)
-        assert torch.equal(dx[r], ops.dgrad(grad[r], ops.Kept(w[e], operand)))
-        assert torch.equal(dw[e], ops.wgrad(grad[r], ops.Kept(x_q, x_operand)))
+        assert torch.equal(dx[r], dgrad(grad[r], ops.Kept(w[e], operand)))
+        assert torch.equal(dw[e], wgrad(grad[r], ops.Kept(x_q, x_operand)))
     for t in (y[sum(SIZES) :], dx[sum(SIZES) :], dw[0], dw[3]):
         assert torch.count_nonzero(t) == 0
 
@@ -117,7 +118,7 @@ def test_ops_say_what_they_return() -> None:
     ends, _ = rows_of_experts()
     operand, row, w = get_operand("int4-g32"), get_operand("int8-row"), stack()  # opcheck multiplies all it is given
     x, token = torch.randn(6, K).bfloat16(), torch.randint(0, 6, (17,))
-    x_q, grad = ops.encode(x, row), torch.randn(17, N).bfloat16()
+    x_q, grad = coded(x, row), torch.randn(17, N).bfloat16()
     packed = stacks.encode(operand, w, False)
     for op, args in (
         (ops.grouped_mm, (x_q, None, token, ends, w, row, operand, False, torch.bfloat16)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemm import scaled_mm
+from support.gemm import scaled_mm, with_values
 from torch import Tensor
 
 from aoquant import backend, explain, get_format
@@ -206,7 +206,7 @@ def test_mx_codes_are_the_formats(monkeypatch: pytest.MonkeyPatch, name: str, sw
     want = fmt.encode(x)
     with backend("qutlass", role="quantize"):
         got = codec.encode(fmt, x)
-        values = codec.encode_with_values(fmt, x, BF16, operand=True, keep=False).values
+        values = with_values(fmt, x, BF16, operand=True, keep=False).values
     assert len(double.calls) == 2 and double.calls[0][0].endswith("abs_max" if "quest" not in name else "quest")
     agree_mostly(got, want)
     assert torch.equal(values, fmt.operand(got, BF16))
@@ -308,7 +308,7 @@ def test_codes_that_it_makes_and_reasons(
 ) -> None:
     install(monkeypatch, Package())
     fmt: Format = get_format(name)
-    assert says in verdict(CodecRequest("encode", fmt, CPU, dtype, 4, k))
+    assert says in verdict(CodecRequest("quantize", fmt, CPU, dtype, 4, k))
 
 
 def test_codes_of_qutlass_are_made_only_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format, Int4, Operand, Random
+from aoquant.formats import Affine, Encoded, Format, Int4, Operand
 
 from .. import native_cpu
-from ..router import Backend, CodecRequest, CodesAndValues
+from ..quantized import Ask, Side
+from ..router import Backend, CodecRequest
 from . import reference
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -40,9 +41,11 @@ def _why_not_decode(r: CodecRequest) -> str | None:
     return native_cpu.why_not()
 
 
-def _why_not_encode(r: CodecRequest) -> str | None:
+def _why_not_quantize(r: CodecRequest) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
+    if r.held:
+        return "makes its own scales"
     if not _is_int4(r.operand) and (type(r.operand.format) is not Affine or r.operand.name not in _ROWS):
         return f"encodes int4 and {' and '.join(_ROWS)}, not {r.operand.name}"
     return native_cpu.why_not()
@@ -64,45 +67,29 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
     return made.to(out)
 
 
-def encode(operand: Operand, x_RK: Tensor) -> Encoded:
-    """`operand.encode(x_RK)`."""
-    if isinstance(f := operand.format, Int4):
+def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    """Codes, and the operand of rows in the same pass."""
+    f, dtype = operand.format, ask.values
+    if isinstance(f, Int4):
         codes, scale, zero = native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group)
-        return Encoded(codes, scale, zero, None, x_RK.shape[1])
-    made = _rows(operand, x_RK, False).encoded
-    assert made is not None
-    return made
+        e = Encoded(codes, scale, zero, None, x_RK.shape[1])
+        values = None if dtype is None else decode(f, e, dtype, ask.operand, dtype)
+        return Side(e if ask.codes else None, values)
+    if dtype is not None and (not ask.operand or dtype != x_RK.dtype):
+        return reference.quantize(operand, x_RK, ask)
+    found = _rows(operand, x_RK, dtype is not None)
+    return found if ask.codes else found._replace(encoded=None)
 
 
-def encode_with_values(
-    made: Operand,
-    x_RK: Tensor,
-    dtype: torch.dtype,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None = None,
-    random: Random | None = None,
-) -> CodesAndValues:
-    """Codes, and the operand in the same pass."""
-    if isinstance(made.format, Int4):
-        e = encode(made, x_RK)
-        return CodesAndValues(e if keep else None, decode(made.format, e, dtype, operand, dtype), None)
-    if not operand or dtype != x_RK.dtype:
-        return reference.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
-    found = _rows(made, x_RK, True)
-    return found if keep else CodesAndValues(None, found.values, found.alpha)
-
-
-def _rows(operand: Operand, x_RK: Tensor, values: bool) -> CodesAndValues:
-    """Codes, and the operand if `values`, else an empty tensor."""
+def _rows(operand: Operand, x_RK: Tensor, values: bool) -> Side:
+    """Codes, and the operand if `values`."""
     asymmetric = operand.name.endswith("-asym")
     codes, scale, zero, made = native_cpu.operator("encode_int8_rows")(x_RK.contiguous(), asymmetric, values)
     e = Encoded(codes, scale, zero if asymmetric else None, None, x_RK.shape[1])
-    return CodesAndValues(e, made, scale)
+    return Side(e, made if values else None, scale)
 
 
 BACKENDS = (
     Backend("cpu", 5, _why_not_decode, decode, "decode"),
-    Backend("cpu", 5, _why_not_encode, encode, "encode"),
-    Backend("cpu", 5, _why_not_encode, encode_with_values, "quantize"),
+    Backend("cpu", 5, _why_not_quantize, quantize, "quantize"),
 )

@@ -14,14 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, MX, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand, Random
+from aoquant.formats import FLOAT_DTYPES, MX, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 
 from .. import native
 from ..linear_plan import ROW_FORMATS
-from ..router import Backend, CodecRequest, CodesAndValues
-from . import triton, whole
+from ..quantized import Ask, Side
+from ..router import Backend, CodecRequest
+from . import fitted, triton, whole
 
 _EFFORTS = {"base": 1, "sided": 2, "search": 3}  # 0: four-over-six
 _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
@@ -43,6 +44,10 @@ def why_not_encode(format: Format, device: torch.device) -> str | None:
 def _why_not(r: CodecRequest) -> str | None:
     if r.device.type != "cuda":
         return "its kernels are for CUDA devices"
+    if r.held:
+        return "makes its own scales"
+    if r.operand.fitted:
+        return fitted.why_not(r)
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     if whole.has(r.operand):
@@ -56,7 +61,7 @@ def _why_not(r: CodecRequest) -> str | None:
 
 def _why_not_rows(r: CodecRequest) -> str | None:
     """Of one of ROW_FORMATS: why it is not encoded here."""
-    if r.operand.transform is not None or r.role != "quantize" or r.codes:
+    if r.operand.transform is not None or r.codes:
         return f"makes the operand of {r.operand.format.name}, without a transform, and not codes"
     if r.rows * r.k > VALUES:
         return f"encodes up to {VALUES} values of {r.operand.name}: with more Triton's kernel is faster"
@@ -66,44 +71,28 @@ def _why_not_rows(r: CodecRequest) -> str | None:
     return native.why_not() or native.why_not_on(r.device)
 
 
-def encode(operand: Operand, x_RK: Tensor) -> Encoded:
-    """`operand.encode(x_RK)`."""
-    if whole.has(operand):
-        made = whole.encode(operand.format, _aligned(x_RK), None, False, True)
-    else:
-        made = _run(operand.format, _transformed(operand, x_RK), None, False, None)
-    assert made.encoded is not None
-    return made.encoded
-
-
-def encode_with_values(
-    made: Operand,
-    x_RK: Tensor,
-    dtype: torch.dtype,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None = None,
-    random: Random | None = None,
-) -> CodesAndValues:
-    """Codes, and in the same pass what they stand for. measured: an outer scale, which gives four-over-six's amax not
-    back exactly.
+def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    """Codes, and in the same pass what they stand for. A measured outer scale gives four-over-six's amax not back
+    exactly.
     """
-    if whole.has(made):
-        if measured is not None:
-            return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
-        return whole.encode(made.format, _aligned(x_RK), dtype, operand, keep)
-    if made.name in ROW_FORMATS:
-        if dtype is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
-            return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
-        return _rows(made.format, x_RK, not operand)
-    found = _run(made.format, _transformed(made, x_RK), dtype, operand, measured)
-    return found if keep else CodesAndValues(None, found.values, found.alpha)
+    if operand.fitted:
+        return fitted.quantize(operand, x_RK, ask)
+    if whole.has(operand):
+        if ask.measured is not None:
+            return triton.quantize(operand, x_RK, ask)
+        return whole.encode(operand.format, _aligned(x_RK), ask.values, ask.operand, ask.codes)
+    if operand.name in ROW_FORMATS:
+        if ask.values is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
+            return triton.quantize(operand, x_RK, ask)
+        return _rows(operand.format, x_RK, not ask.operand)
+    made = _run(operand.format, _transformed(operand, x_RK), ask.values, ask.operand, ask.measured)
+    return made if ask.codes else made._replace(encoded=None)
 
 
-def _rows(format: Format, x_RK: Tensor, decoded: bool) -> CodesAndValues:
+def _rows(format: Format, x_RK: Tensor, decoded: bool) -> Side:
     """The operand of rows, or decoded values, and the scale of each row, if it has one; no codes."""
     values, alpha = native.operator("encode_rows")(_aligned(x_RK), ROW_FORMATS[format.name], decoded)
-    return CodesAndValues(None, values, None if isinstance(format, MX) else alpha)
+    return Side(None, values, None if isinstance(format, MX) else alpha)
 
 
 def _aligned(x_RK: Tensor) -> Tensor:
@@ -116,9 +105,7 @@ def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
     return x_RK if operand.transform is None else triton.transform(operand, x_RK, None)
 
 
-def _run(
-    format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
-) -> CodesAndValues:
+def _run(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
     """Codes, and values in `dtype`, or an empty tensor for None."""
     x = _aligned(x_RK)
     if isinstance(format, NVFP4Search):
@@ -126,7 +113,7 @@ def _run(
         given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
         codes, scale, values = native.operator("encode_search")(x, given, _DTYPES[dtype], operand)
         e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
-        return CodesAndValues(e, values, outer)
+        return Side(e, values, outer)
     assert isinstance(format, FourOverSix)
     flips = format if isinstance(format, GridFlip) else None
     known = format.fixed[0] if format.fixed else 0.0
@@ -136,7 +123,7 @@ def _run(
         flips.c if flips else 0.25, bool(flips and flips.alternating), _DTYPES[dtype], operand,
     )  # fmt: skip
     e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
-    return CodesAndValues(e, values, outer)
+    return Side(e, values, outer)
 
 
 def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
@@ -147,7 +134,4 @@ def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
     return outer
 
 
-BACKENDS = (
-    Backend("cuda", 20, _why_not, encode, "encode"),
-    Backend("cuda", 20, _why_not, encode_with_values, "quantize"),
-)
+BACKENDS = (Backend("cuda", 20, _why_not, quantize, "quantize"),)

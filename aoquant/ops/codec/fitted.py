@@ -1,5 +1,5 @@
-"""Fitted transforms (WUSH) by `csrc/fitted.cu`: the codec's backend "cuda-fitted", for the roles "transform" and
-"fitted".
+"""Fitted transforms (WUSH) by `csrc/fitted.cu`: the codec's backend "cuda-fitted" for the role "transform", and what
+"cuda" quantizes behind one.
 
 The definition sums a block's products in float64, and so do Hopper's tensor cores: the matrices fit the chip, and x is
 read at nearly the speed of memory. NVFP4 and MXFP4 are encoded in the same pass; NVFP4's outer scale of the tensor
@@ -17,6 +17,7 @@ from aoquant.transforms import WUSH
 from aoquant.transforms.wush import NEEDS_MATRIX
 
 from .. import native
+from ..quantized import Ask, Side
 from ..router import Backend, CodecRequest
 from .reference import masked
 
@@ -37,8 +38,11 @@ def _why_not_transform(r: CodecRequest) -> str | None:
     return native.why_not() or native.why_not_on(r.device)
 
 
-def _why_not(r: CodecRequest) -> str | None:
+def why_not(r: CodecRequest) -> str | None:
+    """Why codes behind a fitted transform are not made in one pass; None when they are."""
     f = r.operand.format
+    if r.values:
+        return "makes codes alone"
     nvfp4 = type(f) is NVFP4 and f.outer != "row"
     if not nvfp4 and not (type(f) is MX and (f.element, f.rule) == ("e2m1", "rceil")):
         return f"encodes NVFP4 and MXFP4 behind a fitted transform, not {f.name}"
@@ -63,19 +67,16 @@ def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool,
     return made
 
 
-def encode(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Encoded:
+def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     """Codes and scales of the transformed x_RK."""
     f = operand.format
-    x, given = _given(operand, x_RK, matrix)
+    x, given = _given(operand, x_RK, None if ask.held is None else ask.held.transform)
     known = 0.0
     if isinstance(f, NVFP4):
         known = f.pts or (FIND if f.outer == "dynamic" else 0.0)
     assert isinstance(f, NVFP4 | MX)
     codes, scale, outer = native.operator("encode_fitted")(x, given, f.block, known)
-    return Encoded(codes, scale.view(f.block_scale), None, outer if known else None, x.shape[1])
+    return Side(Encoded(codes, scale.view(f.block_scale), None, outer if known else None, x.shape[1]))
 
 
-BACKENDS = (
-    Backend("cuda-fitted", 20, _why_not_transform, transform, "transform"),
-    Backend("cuda-fitted", 20, _why_not, encode, "fitted"),
-)
+BACKENDS = (Backend("cuda-fitted", 20, _why_not_transform, transform, "transform"),)

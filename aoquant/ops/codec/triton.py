@@ -15,10 +15,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random, Scales
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
 from aoquant.transforms import Hadamard
 
-from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, CodesOfBoth, Made, Operands
+from ..quantized import Ask, Quantized, Side
+from ..router import Backend, CodecRequest
 from . import reference, triton_kernels
 from .triton_kernels import imported, kernels_of
 
@@ -60,11 +61,11 @@ def _why_not(r: CodecRequest) -> str | None:
     return triton_kernels.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
 
 
-def _why_not_hold(r: CodecRequest) -> str | None:
+def _why_not_quantize(r: CodecRequest) -> str | None:
     kernels = kernels_of(r.operand.format)
-    if kernels is None or not kernels.holds(r.operand.format):
+    if r.held and (kernels is None or not kernels.holds(r.operand.format)):
         return f"has no kernel for {r.operand.name} under scales from elsewhere"
-    return why_not_read(r) or triton_kernels.why_not(r)
+    return _why_not(r)
 
 
 def why_not_read(r: CodecRequest) -> str | None:
@@ -82,17 +83,12 @@ def why_not_transform(r: CodecRequest) -> str | None:
 
 
 def _why_not_mix(r: CodecRequest) -> str | None:
-    transform = r.operand.transform
-    return (
-        None
-        if isinstance(transform, Hadamard)
-        else f"has no kernel for {transform.name if transform else 'no transform'}"
-    )
-
-
-def _why_not_rotate(r: CodecRequest) -> str | None:
-    period = r.operand.period
-    return why_not_read(r) or (f"rotates and scales {period} values at once, got K = {r.k}" if r.k % period else None)
+    transform, period = r.operand.transform, r.operand.period
+    if transform is not None and transform.drawn:
+        return f"rotates and scales {period} values at once, got K = {r.k}" if r.k % period else None
+    if isinstance(transform, Hadamard):
+        return None
+    return f"has no kernel for {transform.name if transform else 'no transform'}"
 
 
 def _why_not_saturate(r: CodecRequest) -> str | None:
@@ -110,55 +106,46 @@ def _why_not_transpose(r: CodecRequest) -> str | None:
 
 
 def _why_not_sides(r: CodecRequest) -> str | None:
-    kernels = kernels_of(r.operand.format)
-    if kernels is None or r.operand.transform is not None or not kernels.sides(r.operand.format):
-        return f"has no kernel that writes {r.operand.name} both ways"
-    return why_not_read(r) or triton_kernels.why_not(r)
+    if reason := why_not_read(r):
+        return reason
+    columns = r.columns.name if r.columns is not None else "nothing"
+    if not r.values:
+        kernels = kernels_of(r.operand.format)
+        same = r.columns is not None and r.columns.name == r.operand.name and r.operand.transform is None
+        if not same or kernels is None or not kernels.sides(r.operand.format):
+            return f"has no kernel that writes codes of {r.operand.name} of x and of {columns} of x^T"
+        return triton_kernels.why_not(r)
+    strips = triton_kernels.in_strips(r.operand, r.columns)
+    if r.codes or r.column_codes:
+        draws = r.operand.draws or r.columns is None or r.columns.draws
+        if not strips or draws or not (r.codes and r.column_codes):
+            return f"has no kernel that makes {r.operand.name} of x and {columns} of x^T at once"
+        block = r.operand.format.block
+        return f"encodes blocks of {block}, got K = {r.k}" if block is None or r.k % block else None
+    return None if strips else f"makes no operands of {r.operand.name} and {columns} in one pass"
 
 
-def encode(operand: Operand, x_RK: Tensor) -> Encoded:
-    """`operand.encode(x_RK)`."""
-    made = in_one_pass(operand, x_RK, None, True, True, None)
-    assert made.encoded is not None
-    return made.encoded
-
-
-def hold(operand: Operand, x_RK: Tensor, s: Scales) -> Encoded:
-    """`operand.hold(x_RK, s)`. The kernels make the scales of blocks themselves."""
-    if s.scale is not None:
-        return reference.hold(operand, x_RK, s)
-    made = in_one_pass(operand, x_RK, None, True, True, s.outer)
-    assert made.encoded is not None
-    return made.encoded
-
-
-def encode_with_values(
-    made: Operand,
-    x_RK: Tensor,
-    dtype: torch.dtype,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    random: Random | None,
-) -> CodesAndValues:
-    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured`
-    yet.
-
-    At random, codes and operand alike.
+def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    """Codes, and what they stand for, reading x once, or twice when a scale of the whole is not measured yet. Kernels
+    make the scales of blocks themselves, under an outer scale from elsewhere too.
     """
-    if random is not None:
-        kernels = kernels_of(made.format)
-        assert kernels is not None and operand
-        drawn: CodesAndValues = kernels.file.draw(made, x_RK, dtype, random, measured)
-        return drawn
-    found = in_one_pass(made, x_RK, dtype, operand, keep, measured)
-    assert found.values is not None
-    return CodesAndValues(found.encoded, found.values, found.alpha)
+    kernels = kernels_of(operand.format)
+    if kernels is not None and kernels.draws:
+        if ask.random is None:
+            return Side(operand.encode(x_RK))  # which says why not
+        drawn: Side = kernels.file.draw(operand, x_RK, ask.values, ask.random, ask.measured)
+        return drawn if ask.codes else drawn._replace(encoded=None)
+    measured = ask.measured
+    if ask.held is not None and not ask.held.dynamic:
+        if ask.held.scale is not None:
+            return reference.quantize(operand, x_RK, ask)
+        measured = ask.held.outer
+    return in_one_pass(operand, x_RK, ask.values, ask.operand, ask.codes, measured)
 
 
 def in_one_pass(
     made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
-) -> Made:
+) -> Side:
     """Codes and scales if `keep`, values in `dtype` unless it is None, and the operand's alpha."""
     format, kernels = made.format, kernels_of(made.format)
     if made.transform is None:
@@ -168,7 +155,7 @@ def in_one_pass(
         return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
     if isinstance(format, HighPrecision):
-        return Made(format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None)
+        return Side(format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None)
     assert kernels is not None
     return kernels.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
 
@@ -182,11 +169,18 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 
 
 def transform(
-    operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool = False, clipped: Tensor | None = None
+    operand: Operand,
+    x_RK: Tensor,
+    matrix: Tensor | Random | None,
+    back: bool = False,
+    clipped: Tensor | None = None,
 ) -> Tensor:
     """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(x_RK, matrix)`, zero where it is `clipped`; in
     one pass.
     """
+    if isinstance(matrix, Random):
+        rotated: Tensor = imported("stochastic").rotate(operand, x_RK, matrix)
+        return rotated
     dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
     mixed: Tensor = imported("hadamard").mix(
         x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped
@@ -194,18 +188,12 @@ def transform(
     return mixed
 
 
-def saturated(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
+def saturated(operand: Operand, x_RK: Tensor) -> Tensor:
     """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
     kernels = kernels_of(operand.format)
     assert kernels is not None
     mask: Tensor = kernels.file.saturated(operand.format, x_RK, operand)
     return mask
-
-
-def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
-    """x_RK rotated by drawn signs."""
-    rotated: Tensor = imported("stochastic").rotate(operand, x_RK, random)
-    return rotated
 
 
 def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
@@ -214,62 +202,31 @@ def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     return moved
 
 
-def sides(operand: Operand, x_RK: Tensor, padded: int) -> CodesOfBoth:
-    """Codes of x and of x^T."""
-    kernels = kernels_of(operand.format)
-    assert kernels is not None
-    made: CodesOfBoth = kernels.file.sides(operand.format, x_RK, padded)
+def sides(
+    x_RK: Tensor, row: Operand | None, col: Operand | None, padded: tuple[int, int], of_row: Ask, of_col: Ask
+) -> Quantized:
+    """Both sides of x in one pass over x."""
+    made: Quantized
+    if row is not None and of_row.values is None:
+        kernels = kernels_of(row.format)
+        assert kernels is not None
+        made = kernels.file.sides(row.format, x_RK, padded[0])
+    elif row is not None and of_row.codes:
+        made = imported("operands").both_coded(x_RK.contiguous(), row, col, padded[0])
+    else:
+        dtype = (of_row if row is not None else of_col).values
+        made = imported("operands").operands(x_RK.contiguous(), row, col, *padded, dtype, of_row.random, of_col.random)
     return made
-
-
-def operands(
-    x_MN: Tensor,
-    rows: Operand | None,
-    columns: Operand | None,
-    m_padded: int,
-    n_padded: int,
-    dtype: torch.dtype,
-    row_random: Random | None,
-    column_random: Random | None,
-) -> Operands:
-    """The operands of x and of x^T: in one pass over x where the kernel knows both, else each by itself."""
-    randoms = row_random, column_random
-    if not triton_kernels.in_strips(rows, columns):
-        return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, *randoms)
-    kernel = imported("operands").operands
-    made: Operands = kernel(x_MN.contiguous(), rows, columns, m_padded, n_padded, dtype, *randoms)
-    return made
-
-
-def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> BothCoded:
-    """Codes of x and of x^T, and the operand of x, in one pass over x."""
-    made: BothCoded = imported("operands").both_coded(x_MK.contiguous(), rows, columns, m_padded)
-    return made
-
-
-def _why_not_both(r: CodecRequest) -> str | None:
-    if reason := why_not_read(r):
-        return reason
-    assert r.columns is not None
-    if not triton_kernels.in_strips(r.operand, r.columns) or r.operand.draws or r.columns.draws:
-        return f"has no kernel that makes {r.operand.name} of x and {r.columns.name} of x^T at once"
-    block = r.operand.format.block
-    return f"encodes blocks of {block}, got K = {r.k}" if block is None or r.k % block else None
 
 
 BACKENDS = tuple(
     Backend("triton", 10, why_not, run, role)
     for role, why_not, run in (
-        ("encode", _why_not, encode),
-        ("hold", _why_not_hold, hold),
+        ("quantize", _why_not_quantize, quantize),
+        ("sides", _why_not_sides, sides),
         ("decode", _why_not, decode),
-        ("quantize", _why_not, encode_with_values),
         ("transform", why_not_transform, transform),
-        ("rotate", _why_not_rotate, rotate),
         ("saturate", _why_not_saturate, saturated),
         ("transpose", _why_not_transpose, transposed),
-        ("sides", _why_not_sides, sides),
-        ("operands", why_not_read, operands),
-        ("both", _why_not_both, both_coded),
     )
 )

@@ -5,11 +5,11 @@ A kernel serves exact classes of formats. A subclass has other numbers, so it ne
 imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers (`encode`,
 `decode`) in a file of `ops/triton`, and its record here.
 
-    encode(format, x_RK, dtype or None, operand, keep, measured, mix) -> Made
+    encode(format, x_RK, dtype or None, operand, keep, measured, mix) -> Side
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
-    draw(operand, x_RK, dtype, random, outer) -> CodesAndValues, where `draws`; outer: given, or None
-    sides(format, x_RK, padded) -> CodesOfBoth, where `sides`
+    draw(operand, x_RK, dtype, random, outer) -> Side, where `draws`; outer: given, or None
+    sides(format, x_RK, padded) -> Quantized, where `sides`
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
 """

@@ -13,7 +13,8 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, NVFP4, Encoded, Float8, Format, Operand
 
 from .. import native
-from ..router import CodecRequest, CodesAndValues
+from ..quantized import Side
+from ..router import CodecRequest
 
 LEAST = 1 << 21  # values
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -46,7 +47,7 @@ def why_not(r: CodecRequest) -> str | None:
     return native.why_not() or native.why_not_on(r.device)
 
 
-def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> CodesAndValues:
+def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> Side:
     """Codes, if `keep`, and values in `dtype`, unless it is None; x starts on 16 bytes."""
     fp8 = isinstance(format, Float8)
     codes, scale, whole, values = native.operator("encode_tensor")(x_RK, int(fp8), keep, _DTYPES[dtype], operand)
@@ -55,4 +56,4 @@ def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: boo
         e = Encoded(codes.view(torch.float8_e4m3fn), whole, None, None, x_RK.shape[1])
     elif keep:
         e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, whole, x_RK.shape[1])
-    return CodesAndValues(e, values, whole)
+    return Side(e, values, whole)

@@ -47,7 +47,7 @@ def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool
     """Whether csrc's encoder of rows is what encodes m rows of x."""
     if x_as.name not in ROW_FORMATS:
         return False
-    return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False)).name == "cuda"
+    return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False, True)).name == "cuda"
 
 
 def multiplier(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Multiplier) -> Multiplier:

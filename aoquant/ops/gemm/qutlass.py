@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Format, MXFP4Dialect, NVFP4Dialect, Operand, Random, layout
+from aoquant.formats import Encoded, Format, MXFP4Dialect, NVFP4Dialect, Operand, layout
 
 from ..call import Call
-from ..router import Backend, CodecRequest, CodesAndValues, Request
+from ..quantized import Ask, Side
+from ..router import Backend, CodecRequest, Request
 from .packed_fp4 import why_not_packed
 
 NAME = "qutlass"
@@ -119,7 +120,7 @@ def operand(e: Encoded, k: int) -> tuple[Tensor, Tensor]:
 _METHODS = {"qutlass-mxfp4": "abs_max", "mxfp4-quest": "quest"}
 
 
-def _why_not_encode(r: CodecRequest) -> str | None:
+def _why_not_quantize(r: CodecRequest) -> str | None:
     made, inner = r.operand, r.operand.format
     if inner.name not in _METHODS and not (isinstance(inner, NVFP4Dialect) and inner.dialect == "qutlass"):
         return f"makes qutlass-mxfp4, mxfp4-quest and qutlass-nvfp4, not {inner.name}"
@@ -168,21 +169,13 @@ def row_major(scale: Tensor, rows: int, groups: int, swizzled: bool) -> Tensor:
     return scale.view(torch.uint8).reshape(-1, columns)[:rows, :groups].contiguous().view(scale.dtype)
 
 
-def _encode_with_values(
-    made: Operand,
-    x_RK: Tensor,
-    dtype: torch.dtype,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    random: Random | None,
-) -> CodesAndValues:
-    e, inner = _encode(made, x_RK), made.format
-    return CodesAndValues(e if keep else None, (inner.operand if operand else inner.decode)(e, dtype), inner.alpha(e))
+def _quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    e, f = _encode(operand, x_RK), operand.format
+    values = None if ask.values is None else (f.operand if ask.operand else f.decode)(e, ask.values)
+    return Side(e if ask.codes else None, values, f.alpha(e))
 
 
 BACKENDS = (
     Backend(NAME, 8, _why_not, _run, reads_codes=True),
-    Backend(NAME, -1, _why_not_encode, _encode, "encode"),
-    Backend(NAME, -1, _why_not_encode, _encode_with_values, "quantize"),
+    Backend(NAME, -1, _why_not_quantize, _quantize, "quantize"),
 )

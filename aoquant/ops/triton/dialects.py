@@ -25,7 +25,7 @@ from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
-from ..router import Made
+from ..quantized import Side
 from . import tiles
 from .amax import PARTIALS, absmax_partials
 from .blockscaled import LAUNCH, TILE, blocks_of, load_blocks, memory, mixing, within
@@ -198,7 +198,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     mix: its Hadamard transform is applied first, in the same pass, before an e8m0 format. measured: not used.
@@ -220,8 +220,8 @@ def encode(
     if isinstance(format, MXFP4Dialect) and format.gain != 1:
         alpha = torch.full((1, 1), reciprocal(format.gain), dtype=torch.float32, device=device)
     if codes is None or scale is None:
-        return Made(None, values, alpha)
-    return Made(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, alpha)
+        return Side(None, values, alpha)
+    return Side(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, alpha)
 
 
 def saturated(format: MXFP4Dialect, x_RK: Tensor, mix: Operand) -> Tensor:

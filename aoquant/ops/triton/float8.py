@@ -19,7 +19,7 @@ from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
 
-from ..router import Made
+from ..quantized import Side
 from .amax import PARTIALS, absmax_partials
 from .elements import bits_float, float8_code, float_bits, most, quotient, through
 from .launch import LAUNCHES, Launch
@@ -201,7 +201,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
@@ -219,7 +219,7 @@ def encode(
     else:
         launch(x_RK, codes, scale, values)
     encoded = None if codes is None else Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k)
-    return Made(encoded, values, None if format.block else scale)
+    return Side(encoded, values, None if format.block else scale)
 
 
 @lru_cache(LAUNCHES)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Ggml, Operand
 
-from ..router import Made
+from ..quantized import Side
 from .elements import INF_BITS, ROUND_SIGNED, bits_float, float_bits, least, most, pack4, through, unpack4
 from .launch import LAUNCHES, Launch
 
@@ -137,7 +137,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: the operand, which is what they decode
     to.
 
@@ -153,7 +153,7 @@ def encode(
         zero = torch.empty_like(scale) if format.kind == "q4_1" else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     _encoder(format, rows * k // B, keep, dtype is not None)(x_RK, codes, scale, zero, values)
-    return Made(None if codes is None else Encoded(codes, scale, zero, None, k), values, None)
+    return Side(None if codes is None else Encoded(codes, scale, zero, None, k), values, None)
 
 
 @lru_cache(LAUNCHES)

@@ -24,7 +24,7 @@ from aoquant.formats.contest import AMAX_FLOOR, TOP
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
 
-from ..router import Made
+from ..quantized import Side
 from .amax import PARTIALS, absmax_partials, row_absmax
 from .elements import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
 from .launch import on
@@ -295,7 +295,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
@@ -320,8 +320,8 @@ def encode(
             NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
         )  # fmt: skip
     if codes is None or scale is None:
-        return Made(None, values, outer)
-    return Made(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)
+        return Side(None, values, outer)
+    return Side(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)
 
 
 def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:

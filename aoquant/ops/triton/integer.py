@@ -20,7 +20,7 @@ from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.vllm import Int8Vllm, Int8VllmReciprocal
 
-from ..router import Made
+from ..quantized import Side
 from .amax import PARTIALS, range_partials
 from .elements import ROUND, ROUND_SIGNED, float_bits, least, most, pack4, quotient, round_even, through, unpack4
 from .launch import LAUNCHES, Launch
@@ -259,7 +259,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
@@ -281,7 +281,7 @@ def encode(
     partials = range_partials(x_RK) if per == "tensor" else None
     _encoder(format, rows, k, x_RK.dtype, dtype, operand, keep)(x_RK, partials, codes, scale, zero, values)
     alpha = None if scale is None or per == "group" else scale.float()
-    return Made(None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha)
+    return Side(None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha)
 
 
 @lru_cache(LAUNCHES)

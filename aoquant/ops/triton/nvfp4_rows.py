@@ -23,7 +23,7 @@ from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
-from ..router import Made
+from ..quantized import Side
 from .blockscaled import TILE, masked_codes, mixing, nvfp4_scale
 from .elements import bits_float, e2m1_rounded, e2m1_value, float_bits, most
 from .hadamard import WARP, butterflies
@@ -132,7 +132,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded; alpha is (R, 1).
 
     mix: its Hadamard transform is applied first, in the same pass. measured: not used.
@@ -148,5 +148,5 @@ def encode(
     made = "" if dtype is None else "operand" if operand else "decode"
     _encoder(rows, k, keep, made, transform, inverse)(x_RK, codes, scale, outer, values)
     if codes is None or scale is None:
-        return Made(None, values, outer)
-    return Made(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)
+        return Side(None, values, outer)
+    return Side(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)

@@ -30,7 +30,7 @@ from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import E4M3_MAX, SR_MAX
 from aoquant.transforms import RoundedHadamard
 
-from ..router import BothCoded, CodesAndValues, Operands
+from ..quantized import Quantized, Side
 from .amax import PARTIALS, absmax_partials
 from .elements import (
     E2M1_UNIT,
@@ -388,7 +388,7 @@ def operands(
     dtype: torch.dtype,
     row_random: Random | None = None,
     column_random: Random | None = None,
-) -> Operands:
+) -> Quantized:
     """The operands in `dtype` of a contiguous x, rounded as `rows` along N, and of x^T, as `columns` along M; None: not
     that one.
 
@@ -402,21 +402,21 @@ def operands(
     state = None if random is None else random.state
     sides = 0 if row_random is None else row_random.side, 0 if column_random is None else column_random.side
     _run(_launch(rows, columns, m, n, m_padded, n_padded, *sides, False), x_MN, state, rows, columns, of_x, of_y)
-    return Operands(
-        None if of_x.values is None else CodesAndValues(None, of_x.values, of_x.alpha),
-        None if of_y.values is None else CodesAndValues(None, of_y.values.t(), of_y.alpha),
+    return Quantized(
+        None if of_x.values is None else Side(None, of_x.values, of_x.alpha),
+        None if of_y.values is None else Side(None, of_y.values.t(), of_y.alpha),
     )
 
 
-def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> BothCoded:
+def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> Quantized:
     """Codes and the operand, in x's dtype, of a contiguous x, and codes of x^T, its M padded with zeros."""
     m, k = x_MK.shape
     of_x = _Output.of(rows, x_MK, (m, k), x_MK.dtype, (m, k))
     of_y = _Output.of(columns, x_MK, None, x_MK.dtype, (k, m_padded))
     _run(_launch(rows, columns, m, k, m_padded, k, 0, 0, True), x_MK, None, rows, columns, of_x, of_y)
     assert of_x.values is not None
-    made = CodesAndValues(of_x.encoded(rows, k), of_x.values, of_x.alpha)
-    return BothCoded(made, of_y.encoded(columns, m_padded))
+    made = Side(of_x.encoded(rows, k), of_x.values, of_x.alpha)
+    return Quantized(made, Side(of_y.encoded(columns, m_padded)))
 
 
 def _run(

@@ -32,7 +32,7 @@ from aoquant.formats.random import SIGNS, Place, Span
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import E4M3_LEAST, E4M3_MAX, EDEN_MAX, EDEN_SCALE, SR_MAX, THIRDS, MSEden, MXStochastic
 
-from ..router import CodesAndValues
+from ..quantized import Side
 from .amax import PARTIALS, absmax_partials
 from .blockscaled import LAUNCH, memory
 from .elements import (
@@ -340,9 +340,7 @@ def _where(place: Place | None) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def draw(
-    operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, outer_scale: Tensor | None = None
-) -> CodesAndValues:
+def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, outer_scale: Tensor | None = None) -> Side:
     """Codes of x_RK, as `operand.encode(x_RK, random=random)` makes them, and the operand in `dtype`.
 
     outer_scale: (1, 1), where x_RK is a part and has that of the whole.
@@ -368,7 +366,7 @@ def draw(
     launch = _drawing(inner, rows, k, across, size, random.side, random.place)
     launch(x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values)
     native = torch.float8_e8m0fnu if isinstance(inner, MXStochastic) else torch.float8_e4m3fn
-    return CodesAndValues(Encoded(codes, scale.view(native), None, outer, k), values, outer)
+    return Side(Encoded(codes, scale.view(native), None, outer, k), values, outer)
 
 
 @lru_cache(LAUNCHES)

@@ -18,7 +18,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Operand, TEFloat8
 from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
 
-from ..router import CodesOfBoth, Made
+from ..quantized import Quantized, Side
 from .amax import PARTIALS, absmax_partials
 from .elements import INF_BITS, NAN_BITS, bits_float, float_bits, least, most
 from .float8 import NO_FUSION, TILE, decode
@@ -125,9 +125,9 @@ def _sides(format: TEFloat8, rows: int, k: int, padded: int) -> Launch:
     )  # fmt: skip
 
 
-def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> CodesOfBoth:
-    """Codes and scale of x_RK under one scale for the tensor, and its codes as those of x^T, uint8 (K, padded), reading
-    x twice: for its absmax, and once for both.
+def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> Quantized:
+    """Codes and scale of x_RK under one scale for the tensor, and of x^T (K, padded), reading x twice: for its absmax,
+    and once for both.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
@@ -135,7 +135,9 @@ def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> CodesOfBoth:
     columns = torch.empty(k, padded, dtype=torch.uint8, device=device)
     scale = torch.empty(1, 1, dtype=torch.float32, device=device)
     _sides(format, rows, k, padded)(x_RK, absmax_partials(x_RK), codes, scale, columns)
-    return CodesOfBoth(Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k), columns)
+    native = FLOAT8[format.element]
+    of_x, of_y = (Encoded(c.view(native), scale, None, None, n) for c, n in ((codes, k), (columns, padded)))
+    return Quantized(Side(of_x), Side(of_y))
 
 
 @lru_cache(LAUNCHES)
@@ -163,7 +165,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
@@ -180,4 +182,4 @@ def encode(
     else:
         launch(x_RK, codes, scale, values)
     encoded = None if codes is None else Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k)
-    return Made(encoded, values, None if format.block else scale)
+    return Side(encoded, values, None if format.block else scale)

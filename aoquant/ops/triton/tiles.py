@@ -20,7 +20,7 @@ from aoquant.formats.blockscaled import NVFP4_TOP
 from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 
-from ..router import Made
+from ..quantized import Side
 from .amax import PARTIALS, absmax_partials
 from .elements import (
     bits_float,
@@ -166,7 +166,7 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> Made:
+) -> Side:
     """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
@@ -182,10 +182,10 @@ def encode(
     alpha = None if outer is None else torch.empty_like(outer)
     launch(x_RK, partials, codes, scale, outer, alpha, values)
     if codes is None or scale is None:
-        return Made(None, values, alpha)
+        return Side(None, values, alpha)
     native = FLOAT8[format.element] if isinstance(format, MXSquare) else torch.uint8
     stored = torch.float8_e8m0fnu if mx else torch.float8_e4m3fn
-    return Made(Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha)
+    return Side(Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha)
 
 
 @lru_cache(LAUNCHES)
