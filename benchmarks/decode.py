@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aoquant import get_format
 from aoquant.formats import Encoded, get_operand
-from aoquant.ops import Request, codec, scaled_mm
+from aoquant.ops import Request, codec, matmul
 from aoquant.ops.gemm import mslk
 from aoquant.ops.router import route
 
@@ -34,7 +34,7 @@ GATE_ROWS = (1, 16, 32, 64, 256, 1024)
 
 def multiply(name: str, e: Encoded, x: Tensor) -> Tensor:
     """The packed layer's GEMM, bf16 activations, no bias."""
-    return scaled_mm(x, e, None, None, get_operand(name), "aoquant", [x.shape[0]], BF16).y
+    return matmul(x, e, None, None, get_operand(name), "aoquant", [x.shape[0]], BF16).y
 
 
 def multiply_one(name: str, es: list[Encoded], x: Tensor, i: int) -> Tensor:
