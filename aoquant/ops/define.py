@@ -74,7 +74,10 @@ class Op(Generic[P, R]):
             for t in value if type(value) is Scales else (value,):
                 if t is not None and not (type(t) in _ORDINARY and (t.is_cuda or t.is_cpu)):
                     return self._dispatched(given)  # a subclass, or a tensor on meta, must meet the dispatcher
-        return self._run(given)
+        first = given[0].codes if type(given[0]) is Encoded else given[0]
+        if torch.is_autocast_enabled(first.device.type):
+            return self._without_autocast(given, first.device.type)
+        return self.body(*given)
 
     def flat(self, *args: P.args, **kwargs: P.kwargs) -> Flat:
         """The registered op's arguments for these."""
@@ -85,19 +88,18 @@ class Op(Generic[P, R]):
 
     def _registered(self, *flat: Any) -> Any:
         """The kernel of the registered op. Its results alias nothing; those of the function may."""
-        return _apart(self._result.flat(self._run(self.arguments.read(*flat))), flat[0])
+        args, device = self.arguments.read(*flat), flat[0][0].device.type
+        made = self._without_autocast(args, device) if torch.is_autocast_enabled(device) else self.body(*args)
+        return _apart(self._result.flat(made), flat[0])
 
     def _shapes(self, *flat: Any) -> Any:
         """Its shapes and dtypes, without data."""
         return self._result.flat(self._fake(self.arguments.named(self.arguments.read(*flat))))
 
-    def _run(self, args: Sequence[Any]) -> R:
-        """The body, without autocast: the caller has cast its inputs."""
-        device = (args[0].codes if type(args[0]) is Encoded else args[0]).device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.body(*args)
-        return self.body(*args)
+    def _without_autocast(self, args: Sequence[Any], device: str) -> R:
+        """The body, whose caller has cast its inputs."""
+        with torch.autocast(device, enabled=False):
+            return self.body(*args)
 
     def _whole(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """All arguments in order, defaults filled in."""
