@@ -22,7 +22,6 @@ _CARRY = (
     "|q s| < 2^(e - 13)), nor with float32's (2^(e - 24), 2^(e - 26)). With float16's 1288 of 2^20 pairs of mantissas, over all q and signs, "
     "do lose a bit; it lies far from any midpoint, and each of them rounds to the same float16 and bfloat16."
 )
-_NOTHING = "Without names nothing is found and no name is kept, and the function is called either way. "
 _MORE = "More sums are rounded to odd than need be. One that is exact stays what it is, so only time is lost."
 _TIME = "Either way computes the same; the other one takes longer."
 _ENGINE = "The autograd engine casts a gradient to the dtype of the input that it belongs to, as this cast does."
@@ -130,12 +129,6 @@ EQUIVALENT = [
         'Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu, reads_codes=True),',
         'Backend("torch._weight_int4pack_mm_for_cpu", 11, _why_not_cpu, _cpu, reads_codes=True),',
         "Of the other backends only the reference, of priority 0, takes what this one takes.",
-    ),
-    Equivalent(
-        "layers/direct_reads.py",
-        "if not names:",
-        "if False:",
-        _NOTHING + _TIME,
     ),
     Equivalent(
         "integrations/safetensors_file.py",

@@ -183,7 +183,6 @@ NEAR: dict[str, tuple[str, ...]] = {
              "12_encodings_of_a_step", "12_unused_casts_encode_nothing"),
     ),
     "layers/fixed.py": ("hybrid/test_fixed_weights.py", "layers/test_fixed_layers.py"),
-    "layers/gradient_watch.py": ("model/test_direct_reads.py",),
     "layers/shared_operands.py": ("layers/test_shared_operands.py",),
     "layers/held.py": ("formats/test_held_scales.py", *_of(
         "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",

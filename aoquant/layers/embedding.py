@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from aoquant import ops
 from aoquant.formats import Encoded, get_operand
 from aoquant.layers.function import refuse_second_derivative, refuse_transforms
-from aoquant.layers.linear import check_device
+from aoquant.layers.linear import check_device, note_run, unread
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel.linear import is_sharded
 
@@ -46,9 +46,11 @@ class QATEmbedding(QATLayer, nn.Embedding):
 
 
 @torch.compiler.allow_in_graph
-def _applied(*arguments: Any) -> Tensor:
+def _applied(ids: Tensor, w: Tensor, *rest: Any) -> Tensor:
     """`_QuantizedEmbedding`, taken by a compiler as one call: see `linear._applied`."""
-    y: Tensor = _QuantizedEmbedding.apply(*arguments)  # type: ignore[no-untyped-call]
+    if unread:
+        note_run(w)
+    y: Tensor = _QuantizedEmbedding.apply(ids, w, *rest)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.delayed import Delayed
-from aoquant.layers import gradient_watch, shared_inputs
+from aoquant.layers import shared_inputs
 from aoquant.layers.function import Given, QuantizedLinear, multiply, refuse_transforms
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
@@ -31,6 +34,18 @@ NOT_CALIBRATED = (
     "static scales, or a fitted transform, have no values yet: call aoquant.calibrate(model, forward_loop) before training, or load a "
     "state_dict"
 )
+
+
+# Hooks on weights whose layers have not run since they were prepared, by the weight's id (direct_reads.py).
+unread: WeakValueDictionary[int, RemovableHandle] = WeakValueDictionary()
+
+
+def note_run(weight: Tensor | None) -> None:
+    """Remove the hook on a weight whose layer runs. When a compiler traces it, remove all: their runs are not seen."""
+    traced = isinstance(weight, FakeTensor) or torch.compiler.is_compiling()
+    for key in list(unread) if traced else [id(weight)]:
+        if (handle := unread.pop(key, None)) is not None:
+            handle.remove()
 
 
 def check_width(x: Tensor, k: int) -> None:
@@ -161,8 +176,8 @@ def _applied(
 
     Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
     """
-    if gradient_watch.waiting:
-        gradient_watch.ran(w if master is None else master)
+    if unread:
+        note_run(w)
     if master is not None:
         w = WithMaster.apply(master, w)  # type: ignore[no-untyped-call]
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from aoquant.formats import COMPOSED
 from aoquant.integrations import job
 from aoquant.integrations.job import models
 from aoquant.integrations.lm_eval import Perplexity
-from aoquant.layers import direct_reads, gradient_watch
+from aoquant.layers import direct_reads
 from aoquant.planning.listing import folded
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--window", "256", "--device", "cpu"]
@@ -353,7 +353,7 @@ def test_warnings_are_their_text_with_options_of_the_command_line(
     cli.main(["doctor"])
     assert warnings.formatwarning is before
     assert capfd.readouterr().err == "aoquant: warning: x. the report lists them; --strict stops instead\n"
-    advised = for_the_command_line(f"{gradient_watch.ADVICE}; {direct_reads.PACKED_ADVICE}")
+    advised = for_the_command_line(f"{direct_reads.ADVICE}; {direct_reads.PACKED_ADVICE}")
     assert advised.count("--skip NAME") == 2 and "filter_fn" not in advised
 
 

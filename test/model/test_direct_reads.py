@@ -29,7 +29,8 @@ from aoquant import (
     verify,
 )
 from aoquant.config import Int8WeightConfig
-from aoquant.layers import direct_reads, gradient_watch
+from aoquant.layers import direct_reads
+from aoquant.layers.linear import unread
 from aoquant.layers.qat import QATLayer
 
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -268,11 +269,9 @@ def test_models_with_attention_are_watched_unless_torch_may_take_its_fast_path(t
     model = prepared(nn.Sequential(nn.MultiheadAttention(64, 2), nn.Linear(64, 64))).train(training)
     with torch.set_grad_enabled(grad):
         direct_reads._begin(model, ())
-        watches = bool(direct_reads._running.watches)
-        for mode in reversed(direct_reads._running.watches):
+        if (mode := direct_reads._current()) is not None:
             mode.__exit__(None, None, None)
-        direct_reads._running.watches.clear()
-    assert watches == (training or grad)
+    assert (mode is not None) == (training or grad)
 
 
 def test_a_weight_outlives_its_layer() -> None:
@@ -286,17 +285,16 @@ def test_a_weight_outlives_its_layer() -> None:
 
 def test_a_new_forward_ends_the_watch_of_an_interrupted_one_and_no_other() -> None:
     model, other = prepared(Model(None)), prepared(Model(None))
-    running = direct_reads._running.watches
     try:
         direct_reads._begin(model, ())
-        (first,) = running
+        first = direct_reads._current()
         direct_reads._begin(other, ())
-        assert running == [first]
+        assert direct_reads._current() is first is not None
         direct_reads._begin(model, ())
-        assert len(running) == torch._C._len_torch_function_stack() == 1 and running[0] is not first
+        assert torch._C._len_torch_function_stack() == 1 and direct_reads._current() is not first
     finally:
-        while running:
-            running.pop().__exit__(None, None, None)
+        while (mode := direct_reads._current()) is not None:
+            mode.__exit__(None, None, None)
 
 
 class Methods(Model):
@@ -313,13 +311,13 @@ def test_a_direct_read_in_another_method_shows_in_the_first_backward() -> None:
     assert "the weight of b got a gradient although" in found[0]
     assert said(lambda: model.loss(x).backward()) == []
     assert said(lambda: model(x).sum().backward()) == []
-    assert len(gradient_watch.waiting) == 0
+    assert len(unread) == 0
 
 
 def test_layers_that_run_are_forgotten_without_a_forward_of_the_model() -> None:
     model, x = prepared(Methods(None)), torch.randn(2, 64)
     assert said(lambda: model.b(model.a(x)).sum().backward()) == []
-    assert len(gradient_watch.waiting) == 0
+    assert len(unread) == 0
     off = prepared(Methods(None))
     off.b.fake_quant = False
     assert said(lambda: off.b(off.a(x)).sum().backward()) == []
@@ -329,7 +327,7 @@ def test_compiled_methods_are_not_watched() -> None:
     model, x = prepared(Methods(None)), torch.randn(2, 64)
     step = torch.compile(lambda x: model.b(model.a(x)).sum(), backend="aot_eager")
     assert said(lambda: step(x).backward()) == []
-    assert len(gradient_watch.waiting) == 0
+    assert len(unread) == 0
 
 
 @pytest.mark.parametrize("config", [Int4WeightConfig(32), torchao_int8()], ids=["ours", "torchao"])
@@ -364,6 +362,74 @@ def test_an_error_of_a_packed_layers_own_forward_is_left_as_it_is() -> None:
 
 def test_reads_of_a_float_model_are_found_before_anything_is_prepared() -> None:
     model, x = Model(READS["operator"]), torch.randn(2, 64)
-    assert direct_reads.reads(model, {"a": model.a, "b": model.b}, lambda: model(x)) == {"b": "matmul"}
-    assert direct_reads.reads(model, {"a": model.a}, lambda: model(x)) == {}
+    for layers, found in (({"a": model.a, "b": model.b}, {"b": "matmul"}), ({"a": model.a}, {})):
+        with direct_reads.Watch(model, layers) as watch:
+            model(x)
+        assert watch.found == found
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_forward_inside_an_exception_handler_is_watched_like_any() -> None:
+    model = prepared(Model(_linear))
+
+    def again() -> None:
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError:
+            model(torch.randn(2, 64))
+
+    assert len(said(again)) == 1
+    assert hooks(model) == 0
+
+
+def test_a_tied_head_that_reads_a_called_embedding_is_noticed() -> None:
+    class LM(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(32, 64)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.embed(ids), self.embed.weight)
+
+    model = prepared(LM(), filter_fn=lambda m, fqn: True)
+    (text,) = said(lambda: model(torch.arange(8)).sum().backward())
+    assert "the weight of embed (by linear)" in text
+
+
+def test_an_embedding_that_only_a_hidden_product_reads_shows_in_backward() -> None:
+    class LM(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up = nn.Embedding(32, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _Product.apply(self.up(x), self.embed.weight)
+
+    model, x = prepared(LM(), filter_fn=lambda m, fqn: True), torch.randn(2, 64)
+    (text,) = said(lambda: model(x).sum().backward())
+    assert "the weight of embed got a gradient although" in text
+
+
+def test_weights_that_no_gradient_reaches_are_noticed_in_forward() -> None:
+    """Of a frozen model, as under an adapter."""
+    model, x = prepared(Model(_linear)).requires_grad_(False), torch.randn(2, 64, requires_grad=True)
+    assert len(said(lambda: model(x).sum().backward())) == 1
+
+
+def test_a_watched_model_moves_where_torch_swaps_the_tensors_of_parameters() -> None:
+    model = prepared(Model(_linear), Int8WeightConfig())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert len(said(lambda: model(torch.ones(2, 64, dtype=torch.bfloat16)))) == 1
+
+
+def test_the_hooks_of_weights_die_with_their_model() -> None:
+    model = prepared(Model(None))
+    assert {id(model.a.weight), id(model.b.weight)} <= set(unread)
+    before = len(unread)
+    del model
+    gc.collect()
+    assert len(unread) <= before - 2

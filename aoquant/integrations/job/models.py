@@ -19,8 +19,7 @@ from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.plans import checked_plan
 from aoquant.integrations.text import assets
-from aoquant.layers import direct_reads
-from aoquant.layers.direct_reads import SHOWN
+from aoquant.layers.direct_reads import Watch
 from aoquant.planning import coverage
 from aoquant.planning.plan import Plan
 from aoquant.planning.sizes import stored_bytes
@@ -129,13 +128,12 @@ def _read_directly(model: nn.Module, found: Plan, o: Options) -> dict[str, str]:
     """
     modules = {change.fqn: change.module for change in found.layers}
     ids = torch.zeros(2, 8, dtype=torch.long, device=next(model.parameters()).device)
-    with torch.no_grad():
-        reads = direct_reads.reads(model, modules, lambda: model(input_ids=ids))
+    with torch.no_grad(), Watch(model, modules) as watch:
+        model(input_ids=ids)
+    reads = watch.found
     if reads and not o.skip_incompatible:
-        names = ", ".join(f"{fqn} (by {how})" for fqn, how in list(reads.items())[:SHOWN])
-        more = f" and {len(reads) - SHOWN} more" if len(reads) > SHOWN else ""
         raise ValueError(
-            f"the model reads the weight of {names}{more} directly and does not call the layer, so training would bypass quantisation there: "
+            f"the model reads the weight of {watch.names()} directly and does not call the layer, so training would bypass quantisation there: "
             f"leave out what reads so with --skip {' '.join(_patterns(list(reads), list(modules)))}, or with --skip-incompatible"
         )
     return {
