@@ -134,6 +134,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.root, self.layers, self.handled = weakref.ref(root), layers, sys.exc_info()[1]
         self.found: dict[str, str] = {}
+        self._packed = {fqn for fqn, layer in layers.items() if is_packed(layer.weight)}
         # Strong references keep ids unique; weak ones would forbid to move packed weights in forward.
         self._parameters: dict[int, tuple[Tensor, Collection[str]]] = {}
         self._made_of = WeakTensorKeyDictionary()
@@ -151,7 +152,7 @@ class Watch(TorchFunctionMode):
         read = sorted({fqn for t in tree_leaves((args, kwargs)) for fqn in self._layers_of(t)})
         if not read or any(frame.f_code in self._own for frame, _ in traceback.walk_stack(sys._getframe())):
             return func(*args, **kwargs)
-        packed = [fqn for fqn in read if is_packed(self.layers[fqn].weight)]
+        packed = [fqn for fqn in read if fqn in self._packed]
         how = getattr(func, "__name__", "").partition(".")[0]
         try:
             output = func(*args, **kwargs)
@@ -172,8 +173,9 @@ class Watch(TorchFunctionMode):
     def _layers_of(self, t: Any) -> Collection[str]:
         if not isinstance(t, nn.Parameter):
             return self._made_of.get(t, ()) if isinstance(t, Tensor) else ()
-        if id(t) not in self._parameters:  # FSDP puts other parameters in place for a forward
-            self._parameters[id(t)] = t, [fqn for fqn, layer in self.layers.items() if layer.weight is t]
+        if id(t) not in self._parameters:  # FSDP puts other parameters in place for a forward, or none for a moment
+            names = [fqn for fqn, layer in self.layers.items() if getattr(layer, "weight", None) is t]
+            self._parameters[id(t)] = t, names
         return self._parameters[id(t)][1]
 
 

@@ -433,3 +433,15 @@ def test_the_hooks_of_weights_die_with_their_model() -> None:
     del model
     gc.collect()
     assert len(unread) <= before - 2
+
+
+def test_a_weight_may_be_gone_for_a_moment() -> None:
+    """FSDP1 puts other tensors in place of parameters in forward, and sets each anew."""
+
+    def exchange(x: Tensor, w: Tensor) -> Tensor:
+        del model.b.weight
+        model.b.weight = nn.Parameter(w.detach().clone())
+        return x
+
+    model = prepared(Model(exchange))
+    assert said(lambda: model(torch.randn(2, 64))) == []
