@@ -90,7 +90,7 @@ model-bench: setup
 
 # How many plausible mistakes the tests near them notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say.
 mutate: setup
-	$(BIN)/python -m mutation --workers $(WORKERS) $(MUTATE)
+	$(BIN)/python -m tools.mutation --workers $(WORKERS) $(MUTATE)
 
 nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly

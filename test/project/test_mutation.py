@@ -1,6 +1,4 @@
-"""Mutation testing itself: which mistakes it makes, that its tables name what there is, and that it leaves the checkout
-alone.
-"""
+"""Test what the mutation score rests on: the mistakes made, the tables, and which failures count as kills."""
 
 from __future__ import annotations
 
@@ -8,20 +6,16 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from mutation import near  # noqa: E402
-from mutation.__main__ import Healthy, _baseline  # noqa: E402
-from mutation.equivalent import EQUIVALENT  # noqa: E402
-from mutation.operators import compiles, mutants  # noqa: E402
-from mutation.pool import BROKEN, KILLED, SURVIVED, Done, Job, _that_failed  # noqa: E402
+from tools.mutation import near  # noqa: E402
+from tools.mutation.equivalent import EQUIVALENT  # noqa: E402
+from tools.mutation.operators import compiles, mutants  # noqa: E402
 
 SOURCE = b'''"""A docstring: 1 + 1."""
 from x import y
@@ -64,13 +58,13 @@ def test_mistakes_are_made_in_code_and_nowhere_else() -> None:
 
 def test_tables_name_what_there_is() -> None:
     for prefix, tests in near.NEAR.items():
-        assert (ROOT / "aoquant" / prefix).exists(), f"mutation/near.py: there is no aoquant/{prefix}"
+        assert (ROOT / "aoquant" / prefix).exists(), f"tools/mutation/near.py: there is no aoquant/{prefix}"
         for test in tests:
             file, _, name = test.partition("::")
             path = ROOT / "test" / file
-            assert path.exists(), f"mutation/near.py: there is no test/{file}"
+            assert path.exists(), f"tools/mutation/near.py: there is no test/{file}"
             assert not name or f"def {name.partition('[')[0]}(" in path.read_text(), (
-                f"mutation/near.py: there is no test/{test}"
+                f"tools/mutation/near.py: there is no test/{test}"
             )
     assert near.tests_near("formats/integer.py") != near.tests_near("formats/base.py")
     assert near.tests_near("formats/new.py") == near.NEAR["formats/"] and near.tests_near("cli.py") == ()
@@ -79,43 +73,14 @@ def test_tables_name_what_there_is() -> None:
 def test_every_equivalent_mutant_is_of_a_line_that_is_there() -> None:
     for e in EQUIVALENT:
         lines = [" ".join(line.split()) for line in (ROOT / "aoquant" / e.file).read_text().splitlines()]
-        assert e.before in lines, f"mutation/equivalent.py: {e.file} has no such line any more: {e.before}"
+        assert e.before in lines, f"tools/mutation/equivalent.py: {e.file} has no such line any more: {e.before}"
         assert e.before != e.after and e.why
-
-
-def test_what_failed_runs_again() -> None:
-    tests = ("a.py::test_x", "b.py", "a.py::test_y")
-    assert _that_failed(tests, ("test/a.py::test_x[1]",)) == ("a.py::test_x[1]",)
-    assert _that_failed(tests, ("test/a.py",)) == ("a.py::test_x", "a.py::test_y")  # the file cannot be collected
-    assert _that_failed(tests, ()) == tests  # pytest broke
-
-
-def test_single_tests_that_fail_without_a_mutant_are_left_out() -> None:
-    """Those that fail in one of the two runs; a file that cannot be run is left out whole."""
-
-    class Fake:
-        runs = 0
-
-        def run(self, jobs: Iterable[Job[Any]]) -> Iterator[Done[Any]]:
-            for job in jobs:
-                self.runs += 1
-                if job.of == "flaky.py" and self.runs > 4:
-                    yield Done(job.of, KILLED, 2.0, "", ("test/flaky.py::test_one",))
-                elif job.of == "broken.py":
-                    yield Done(job.of, BROKEN, 1.0, "")
-                elif job.of == "import.py":
-                    yield Done(job.of, KILLED, 1.0, "", ("test/import.py",))
-                else:
-                    yield Done(job.of, SURVIVED, 1.0, "")
-
-    found = _baseline(Fake(), ["good.py", "flaky.py", "broken.py", "import.py"])  # type: ignore[arg-type]
-    assert found == {"good.py": Healthy(1.0, ()), "flaky.py": Healthy(2.0, ("test/flaky.py::test_one",))}
 
 
 UNSTEADY = r"""
 import sys
 from pathlib import Path
-from mutation import pool
+from tools.mutation import pool
 
 TESTS = {
     "steady": ["from aoquant.formats import layout", "def test_it():", "    assert 'wrong' not in layout.__doc__"],
@@ -150,7 +115,7 @@ def test_a_run_tells_survivors_from_killed_goes_on_and_leaves_the_checkout_alone
     before = file.read_bytes()
 
     def run(number: int) -> tuple[str, list[dict[str, str]]]:
-        command = [sys.executable, "-m", "mutation", "--only", "formats/layout.py", "--number", str(number)]
+        command = [sys.executable, "-m", "tools.mutation", "--only", "formats/layout.py", "--number", str(number)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [*command, "--workers", "1", "--out", str(tmp_path)],

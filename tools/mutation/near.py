@@ -1,8 +1,8 @@
 """Which tests stand near a source file: the longest prefix of its path that is named here says so, nearest tests first.
 
 Quick ones only, since a mutant that no test notices runs them all: a file, or a test in it ("file::test"). All tests of
-a source file together take less than about half a minute on one core. `python -m mutation --list` prints how long each
-of them takes.
+a source file together take less than about half a minute on one core. `python -m tools.mutation --list` prints how
+long each of them takes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Mutation testing: how many plausible mistakes in the source do the tests near them notice?
 
-    python -m mutation --workers 16 --minutes 8      # or `make mutate`; run it again and it goes on where it stopped
-    python -m mutation --again                       # the survivors too, after new tests
-    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines
-                                                     # afterwards once without --shard, for all
-    python -m mutation --list                        # the tests, how long each takes unmutated, and what is drawn
+    python -m tools.mutation --workers 16 --minutes 8  # or `make mutate`; run it again and it goes on where it stopped
+    python -m tools.mutation --again                   # the survivors too, after new tests
+    python -m tools.mutation --shard 1/4               # every fourth mutant, for one of four machines
+                                                       # afterwards once without --shard, for all
+    python -m tools.mutation --list                    # the tests, how long each takes, and what is drawn
 
 A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed`
 and on its own line alone, so a change elsewhere leaves the sample as it was. The tests run twice without a mutant:
@@ -122,7 +122,7 @@ def _settle(rows: list[dict[str, str]], left: list[Mutant]) -> list[Mutant]:
     for e in EQUIVALENT:
         text = " ".join((ROOT / "aoquant" / e.file).read_text().split()) if (ROOT / "aoquant" / e.file).exists() else ""
         if e.before not in text:
-            print(f"mutation/equivalent.py: no such line in {e.file} any more: {e.before}")
+            print(f"tools/mutation/equivalent.py: no such line in {e.file} any more: {e.before}")
     rows[:] = [
         row for row in rows if row["outcome"] != SURVIVED or (row["file"], row["before"], row["after"]) not in known
     ]
@@ -230,7 +230,7 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m mutation", description="Mutation testing; see mutation/__main__.py."
+        prog="python -m tools.mutation", description="Mutation testing; see tools/mutation/__main__.py."
     )
     parser.add_argument("--number", type=int, default=400, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0)

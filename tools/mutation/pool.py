@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("aoquant", "test", "benchmarks", "csrc", "eval", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 HEAVY = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torchao.quantization", "transformers.models.llama.modeling_llama",
