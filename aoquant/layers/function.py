@@ -304,14 +304,14 @@ def one_pass(x_RK: Tensor) -> bool:
 
 
 def codes(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encoded:
-    """Codes and scales along K."""
+    """Encode x along K."""
     made = ops.encode(x_RK, operand, None, held).row
     assert made is not None
     return made.codes
 
 
 def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str, col: Side | None) -> ops.Quantized:
-    """Codes of x, and what the GEMM reads where it comes of the same pass, and the column side that `col` keeps."""
+    """Encode x, and make what the GEMM reads where it comes of the same pass, and the column side that `col` keeps."""
     if reads == "codes" or held is not None or not one_pass(x_MK):
         return ops.encode(x_MK, operand, None, held)
     if col is None:

@@ -115,7 +115,7 @@ class Kept(NamedTuple):
 
     @property
     def has_columns(self) -> bool:
-        """Whether its codes are those of the column side, or the same transposed."""
+        """Return whether its codes are those of the column side, or the same transposed."""
         return isinstance(self.matrix, Encoded) and self.keeps in ("square", "columns")
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -139,7 +139,7 @@ class Kept(NamedTuple):
         return codec.transposed(pair.b_as, self.matrix, pair.padded(self.matrix.codes.shape[0]))
 
     def operand(self, pair: Pair, padded: int, dtype: torch.dtype, state: Tensor | None, side: int) -> Side:
-        """What a GEMM multiplies in `dtype`, (K, R padded), without codes."""
+        """Make what a GEMM multiplies in `dtype`, (K, R padded), without codes."""
         if not self.has_columns:
             return _operand(self.values(dtype).t(), pair.b_as, padded, dtype, state, side)
         assert isinstance(self.matrix, Encoded)

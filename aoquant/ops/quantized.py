@@ -16,7 +16,7 @@ from aoquant.formats import Encoded, Random, Scales
 
 
 class Side(NamedTuple):
-    """What is made of a matrix (R, K), each None where it was not asked for.
+    """Hold what is made of a matrix (R, K), each None where it was not asked for.
 
     encoded: codes and scales. values: (R, K), a GEMM's operand or decoded values; of a column side they may lie in
     memory as x does. alpha: (R, 1) or (1, 1) float32, by which an operand's accumulator is multiplied, or None for 1.
@@ -47,7 +47,7 @@ class Quantized(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What to make of a matrix along one axis, and from which numbers.
+    """Say what to make of a matrix along one axis, and from which numbers.
 
     codes: whether codes are kept. values: the dtype of values, or None. operand: whether values are the GEMM's operand,
     as opposed to decoded ones.

@@ -210,7 +210,7 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
 
 
 def note_of_all(rows: Sequence[Mapping[str, str]], source: str, made: Destination) -> str:
-    """What stands below a table of docs/evidence/experiments.md."""
+    """Return what stands below a table of docs/evidence/experiments.md."""
     compared = any(beside(rows, row) for row in trained(rows))
     words = (
         f"{source} {HOW_TO_READ} {floats(rows)}{as_prepared(rows, trained(rows))}{wider(rows, trained(rows))}{HOW_TO_COMPARE if compared else ''}"

@@ -148,7 +148,7 @@ def test_the_class_of_an_export_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "clip", "wav2vec2", "whisper"])
 def test_the_class_of_a_checkpoint_is_named(family: str, tmp_path: Path) -> None:
-    """Whether transformers has a causal LM for the config or not."""
+    """Return whether transformers has a causal LM for the config or not."""
     model = float_model(family, tmp_path / "float")
     kind = type(model).__name__
     if family == "bert":

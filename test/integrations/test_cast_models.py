@@ -26,7 +26,7 @@ def dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 
 def said(act: Callable[[], Any]) -> bool:
-    """Whether it warned."""
+    """Return whether it warned."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         act()

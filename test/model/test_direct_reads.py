@@ -411,7 +411,7 @@ def test_an_embedding_that_only_a_hidden_product_reads_shows_in_backward() -> No
 
 
 def test_weights_that_no_gradient_reaches_are_noticed_in_forward() -> None:
-    """Of a frozen model, as under an adapter."""
+    """Watch a frozen model, as under an adapter."""
     model, x = prepared(Model(_linear)).requires_grad_(False), torch.randn(2, 64, requires_grad=True)
     assert len(said(lambda: model(x).sum().backward())) == 1
 

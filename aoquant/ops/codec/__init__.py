@@ -58,7 +58,7 @@ def encode(operand: Operand | Format, x_RK: Tensor, held: Scales | None = None) 
 
 
 def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
-    """What `ask` asks for of x (R, K), along K.
+    """Make what `ask` asks for of x (R, K), along K.
 
     Raises:
         ValueError: the operand draws, and `ask` brings no numbers.
@@ -170,7 +170,7 @@ def sides(
 
 @cache
 def shares_codes(row: Operand, col: Operand) -> bool:
-    """Whether the codes of x^T are those of x, transposed."""
+    """Return whether the codes of x^T are those of x, transposed."""
     return row.name == col.name and row.transform is None and row.format.square and not row.draws
 
 
