@@ -7,9 +7,10 @@ Float32 masters: a bf16 weight near 0.02 has an ulp of 1e-4, and most AdamW upda
 dtype that is deployed, while AdamW steps float32 copies and writes them back rounded. The copies are part of a
 checkpoint, so a fine-tune that goes on from one takes the same steps as one that was never stopped.
 
-Ranks: a batch is shared out, so its size is that of all ranks together. Its text and its rate are `schedule.py`'s,
-whatever the number of ranks. Every rank holds the whole model in its own dtype, before and after; while it trains, a
-copy sharded by FSDP2 holds each rank's part of the weights, gradients, masters and moments.
+Ranks: a batch is shared out, so its size is that of all ranks together. Its text and its rate depend on the arguments
+alone, so a run that goes on, or goes on with another number of ranks, reads the same text at the same rates. Every rank
+holds the whole model; while it trains, a copy sharded by FSDP2 holds each rank's part of the weights, gradients,
+masters and moments.
 
 Checkpoints, where a folder for them is given: `finetune_checkpoints.py`.
 """
@@ -17,6 +18,7 @@ Checkpoints, where a folder for them is given: `finetune_checkpoints.py`.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ from transformers import PreTrainedModel
 from aoquant.integrations.distributed import full_state_dict
 from aoquant.integrations.finetune_checkpoints import Checkpoints, interrupts
 from aoquant.integrations.progress import progress
-from aoquant.integrations.schedule import order_of_blocks, rate_at
 
 LOSSES = ("kl", "ce")
 
@@ -129,6 +130,22 @@ def check_block(block: int, positions: int) -> None:
     """Raise ValueError for blocks of more tokens than the model's positions; 0: it has no limit."""
     if block > positions > 0:
         raise ValueError(f"block must be at most the model's max_position_embeddings = {positions}, got {block}")
+
+
+def order_of_blocks(blocks: int, steps: int, batch: int, seed: int) -> Tensor:
+    """Indices (steps, batch), int64, of the blocks of a run: every block once before any comes again."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    wanted = steps * batch
+    rounds = [torch.randperm(blocks, generator=generator, device="cpu") for _ in range(-(-wanted // blocks))]
+    return torch.cat(rounds)[:wanted].view(steps, batch)
+
+
+def rate_at(peak: float, step: int, steps: int) -> float:
+    """Learning rate of a step (0-based): a warm-up of a twentieth, then half a cosine to zero."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def shard(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,23 +1,18 @@
 """Checkpoints of a fine-tune: every five minutes, at the end, and on Ctrl-C, which lets the step finish.
 
-They are torch.distributed.checkpoint's: masters and moments under the names of their parameters, which load into any
+Masters and moments stand in one safetensors file, whole, under the names of their parameters, so they load into any
 number of ranks, and into one process without any. Another number of ranks adds gradients in another order, so the last
 bits of a run that goes on with it differ; with the same number they do not.
-
-    FOLDER/step-N/      the newest
-    FOLDER/newest.json  N, written when the checkpoint is complete
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
+import os
 import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,15 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from aoquant.integrations.atomic import replace_text
-from aoquant.integrations.checkpoint import read_json
-from aoquant.integrations.dcp_reader import TensorReader
+from aoquant.integrations.atomic import flush
+from aoquant.integrations.safetensors_file import MALFORMED, header, reserve
 
 CHECKPOINT_SECONDS = 300.0
-NEWEST = "newest.json"
+NEWEST = "newest.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -55,54 +48,67 @@ class Checkpoints:
         return time.monotonic() - self.saved >= CHECKPOINT_SECONDS, self.interrupted
 
     def save(self, step: int) -> None:
-        """The checkpoint after `step` steps, then the note that it is complete, then the older ones go."""
-        with _in_one_process_too():
-            save(self._state(), checkpoint_id=self.folder / f"step-{step}")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            replace_text(self.folder / NEWEST, json.dumps({"step": step}))
-            for old in self.folder.glob("step-*"):
-                if old.name != f"step-{step}":
-                    shutil.rmtree(old)
+        """Write the checkpoint after `step` steps over the one before."""
+        writes, state = not dist.is_initialized() or dist.get_rank() == 0, self._state()
+        path = self.folder / NEWEST
+        partial = path.with_suffix(".partial")
+        if writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            places = reserve(partial, state, {"step": str(step)})
+        for name, tensor in state.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if writes:
+                places[name].write(whole)
+        if writes:
+            flush(partial)
+            os.replace(partial, path)
+            flush(self.folder)
         if dist.is_initialized():
             dist.barrier()
         self.saved = time.monotonic()
 
     @torch.no_grad()
     def load(self) -> int:
-        """Give model, optimizer and losses what the folder holds; returns the steps that it is after, 0 for nothing."""
-        if not (self.folder / NEWEST).is_file():
+        """Give model, optimizer and losses what the folder holds; returns the steps that it is after, 0 for nothing.
+
+        Raises:
+            ValueError: the file is damaged, or another model's.
+        """
+        path, state = self.folder / NEWEST, self._state()
+        if not path.is_file():
             return 0
-        step = read_json(self.folder / NEWEST).get("step")
-        if type(step) is not int or step < 1:
+        metadata, stored = header(path)
+        try:
+            if (step := int(metadata["step"])) < 1:
+                raise ValueError(f"it names step {step}")
+            for name in {**state, **stored}:
+                if (state[name].shape, state[name].dtype) != (stored[name].shape, stored[name].dtype):
+                    raise ValueError(f"{name} is {tuple(stored[name].shape)} of {stored[name].dtype}")
+        except MALFORMED as error:
             raise ValueError(
-                f"{self.folder / NEWEST}: must name a step, got {step!r:.80}: remove {self.folder}, and start the run again"
-            )
-        reader = TensorReader(self.folder / f"step-{step}")
-        reader.read_metadata()  # here, because DCP wraps what is raised inside its load
-        with _in_one_process_too():
-            load(self._state(), storage_reader=reader)
+                f"{path}: was not written by a run of aoquant, or is damaged ({error}): remove the stages folder, and "
+                "start the run again"
+            ) from error
+        for name, tensor in state.items():
+            whole = stored[name].read().to(tensor.device)
+            if isinstance(tensor, DTensor):  # each rank has read the file, so none sends it
+                whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.copy_(whole)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         for p, master in zip(trained, self.optimizer.param_groups[0]["params"], strict=True):
             p.copy_(master)
         return step
 
-    def _state(self) -> dict[str, Any]:
-        """Everything that a step changes, by name: views, which DCP reads from and loads into."""
+    def _state(self) -> dict[str, Tensor]:
+        """Return every tensor that a step changes, by name: views, which loading copies into."""
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         masters = dict(zip(names, self.optimizer.param_groups[0]["params"], strict=True))
-        state: dict[str, Any] = {"losses": self.losses, "buffers": dict(self.model.named_buffers())}
-        state["masters"] = {name: master.data for name, master in masters.items()}
-        for moment in _MOMENTS:
-            state[moment] = {name: self.optimizer.state[master][moment] for name, master in masters.items()}
+        state = {"losses": self.losses, **{f"buffers.{name}": b for name, b in self.model.named_buffers()}}
+        for name, master in masters.items():
+            moments = self.optimizer.state[master]
+            state[f"master.{name}"] = master.data
+            state |= {f"{moment}.{name}": moments[moment] for moment in _MOMENTS}
         return state
-
-
-@contextmanager
-def _in_one_process_too() -> Iterator[None]:
-    """DCP warns that it takes one process for one where there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 @contextmanager

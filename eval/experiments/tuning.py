@@ -24,8 +24,7 @@ from graphed import graphed
 from torch import Tensor
 from transformers import AttentionInterface
 
-from aoquant.integrations.finetune import distillation_loss, master_adamw
-from aoquant.integrations.schedule import order_of_blocks, rate_at
+from aoquant.integrations.finetune import distillation_loss, master_adamw, order_of_blocks, rate_at
 from experiments.tricks import FEATURES, MADE, feature_loss
 
 ATTENTION = "experiments_causal"

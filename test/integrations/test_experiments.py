@@ -22,7 +22,7 @@ import torch
 from support.experiments import ROOT, arguments, experiments_inputs, experiments_modules, runs
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from aoquant.integrations.schedule import order_of_blocks
+from aoquant.integrations.finetune import order_of_blocks
 
 modules = pytest.fixture(experiments_modules)
 inputs = pytest.fixture(scope="module")(experiments_inputs)

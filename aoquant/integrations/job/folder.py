@@ -2,7 +2,7 @@
 
     OUT/stages/command.json       what was asked for: options, versions, device, and the sizes and times of input files
     OUT/stages/NAME.json          a stage that is done
-    OUT/stages/NAME/step-*        a fine-tune that is not scored yet; removed when nothing needs it any more
+    OUT/stages/NAME/              a fine-tune that is not scored yet; removed when nothing needs it any more
     OUT/aoquant_run.json          the run is complete
     OUT/.lock                     held by rank 0 while it runs; the system frees it however a process ends
 
