@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from support.bits import differing, same
+from support.gpu import BF16, CUDA, captured, check_experts, ends_of, no_waiting, rows_of_experts, warmed
 from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -23,7 +23,6 @@ from aoquant.ops import stacks
 
 pytestmark = pytest.mark.gpu
 
-BF16, CUDA = torch.bfloat16, torch.device("cuda")
 WEIGHTS = ("int4-g128", "int4-g32", "mxfp4", "nvfp4", "gridflip", "fp8-row", "int8-row", "mxfp8", "fouroversix")
 E, N, K = 6, 272, 512
 ROUTINGS = {
@@ -42,17 +41,6 @@ CONFIGS = {
 }
 
 
-def ends_of(sizes: tuple[int, ...]) -> Tensor:
-    return torch.tensor(sizes, device=CUDA).cumsum(0).to(torch.int32)
-
-
-def experts_of(sizes: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    start = 0
-    for e, size in enumerate(sizes):
-        yield e, slice(start, start + size)
-        start += size
-
-
 def grouped(x: Tensor, sizes: tuple[int, ...], w: Any, name: str) -> Tensor:
     return ops.grouped_mm(x, None, None, ends_of(sizes), w, None, get_operand(name), False, BF16)
 
@@ -60,28 +48,12 @@ def grouped(x: Tensor, sizes: tuple[int, ...], w: Any, name: str) -> Tensor:
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_one_hot_rows_give_the_operand_and_codes_the_bits_of_their_weight(name: str, sizes: tuple[int, ...]) -> None:
-    """Rows of no expert are zero. Random rows lie within the bound of dense products (test_matmul.py)."""
-    operand, behind = get_operand(name), 2
+    operand = get_operand(name)
     w = torch.randn(E, N, K, device=CUDA) * torch.arange(1, E + 1, device=CUDA).view(-1, 1, 1) * 0.02
     w = w.to(BF16)
-    packed = stacks.encode(operand, w, False)
-    alone = [operand.encode(w[e]) for e in range(E)]
-    s = sum(sizes) + behind
-    column = torch.randint(0, K, (s,), device=CUDA)
-    eye = torch.nn.functional.one_hot(column, K).to(BF16)
-    x = torch.randn(s, K, device=CUDA).to(BF16)
-    y_eye, y = grouped(eye, sizes, w, name), grouped(x, sizes, w, name)
-    assert torch.equal(grouped(eye, sizes, packed, name), y_eye)
-    assert torch.equal(grouped(x, sizes, packed, name), y)
-    for e, rows in experts_of(sizes):
-        values, alpha = operand.format.operand(alone[e], BF16), operand.format.alpha(alone[e])
-        by = torch.ones(1, 1, device=CUDA) if alpha is None else alpha.t()
-        assert torch.equal(y_eye[rows], (values[:, column[rows]].t().float() * by).to(BF16))
-        exact = x[rows].double() @ values.double().t() * by
-        magnitude = x[rows].double().abs() @ values.double().abs().t() * by.abs()
-        slack = magnitude * (K / 16 + 24) * 2.0**-23 + exact.abs() * 2.0**-8
-        assert ((y[rows].double() - exact).abs() <= slack).all()
-    assert torch.count_nonzero(y[s - behind :]) == torch.count_nonzero(y_eye[s - behind :]) == 0
+    packed, alone = stacks.encode(operand, w, False), [operand.encode(w[e]) for e in range(E)]
+    for x in check_experts(lambda x: grouped(x, sizes, w, name), operand.format, alone, sizes, behind=2):
+        assert torch.equal(grouped(x, sizes, packed, name), grouped(x, sizes, w, name))
 
 
 @pytest.mark.parametrize("sizes", [ROUTINGS["a few"], ROUTINGS["many"]], ids=["few", "many"])
@@ -99,24 +71,36 @@ def test_a_row_is_its_own(name: str, sizes: tuple[int, ...]) -> None:
     assert torch.equal(grouped(other, sizes, w, name)[-1], y[-1])
 
 
-def test_stacks_are_encoded_as_their_experts() -> None:
-    """Among them NVFP4's, whose outer scales one kernel takes together."""
-    w = (torch.randn(E, N, K, device=CUDA) * torch.arange(E, device=CUDA).view(-1, 1, 1)).to(BF16)  # the first is zero
-    for name in ("nvfp4", "mxfp4", "int4-g128", "fouroversix"):
-        operand = get_operand(name)
-        for transposed in (False, True):
-            given = w.transpose(1, 2).contiguous() if transposed else w
-            whole = stacks.encode(operand, given, transposed)
-            made = stacks.values(operand, given, transposed, BF16, alpha_apart=False)
-            for e in range(E):
-                want, got = operand.encode(w[e]), stacks.expert(operand, whole, e, E)
-                assert torch.equal(got.codes, want.codes)
-                assert (want.scale is None) == (got.scale is None)
-                if want.scale is not None and got.scale is not None:
-                    assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
-                if want.outer is not None and got.outer is not None:
-                    assert torch.equal(got.outer, want.outer.expand(N, 1))
-                assert torch.equal(made.values.view(E, N, K)[e], operand.format.decode(want, BF16))
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, (E, N, K)) for name in ("nvfp4", "mxfp4", "int4-g128", "fouroversix")), ("nvfp4", (4, 1024, 2048))],
+    ids=str,
+)
+def test_stacks_are_encoded_as_their_experts(
+    name: str, shape: tuple[int, int, int], transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVFP4's outer scales are found in one launch, also where csrc's kernel, which takes one, would take an expert."""
+
+    def one(*args: Any) -> Any:
+        raise AssertionError("an expert was encoded by itself")
+
+    operand, (experts, n, _) = get_operand(name), shape
+    w = (torch.randn(shape, device=CUDA) * torch.arange(experts, device=CUDA).view(-1, 1, 1)).to(BF16)  # a first of 0
+    given = w.transpose(1, 2).contiguous() if transposed else w
+    if n == 1024 and not transposed:
+        monkeypatch.setattr(stacks, "_one", one)
+    whole = stacks.encode(operand, given, transposed)
+    made = {apart: stacks.values(operand, given, transposed, BF16, alpha_apart=apart) for apart in (True, False)}
+    for e in range(experts):
+        want, got = operand.encode(w[e]), stacks.expert(operand, whole, e, experts)
+        assert torch.equal(got.codes, want.codes) and same(got.scale, want.scale) and same(got.zero, want.zero)
+        assert torch.equal(made[True].values.view(shape)[e], operand.format.operand(want, BF16))
+        assert torch.equal(made[False].values.view(shape)[e], operand.format.decode(want, BF16))
+        if want.outer is not None:
+            assert got.outer is not None and torch.equal(got.outer, want.outer.expand(n, 1))
+            if name == "nvfp4":
+                assert torch.equal(made[True].alpha.view(experts, n, 1)[e], got.outer)
 
 
 IN_PLACE = (
@@ -141,11 +125,6 @@ def unusual(dtype: torch.dtype) -> Tensor:
     return w.to(dtype)
 
 
-def bits(t: Tensor) -> Tensor:
-    """Its bytes, of every NaN the same."""
-    return torch.where(t.isnan(), torch.full_like(t, torch.nan), t).contiguous().view(torch.uint8)
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_transposed_stack_is_encoded_where_it_lies(name: str, dtype: torch.dtype) -> None:
@@ -157,14 +136,12 @@ def test_a_transposed_stack_is_encoded_where_it_lies(name: str, dtype: torch.dty
         made = stacks.values(operand, given, True, BF16, alpha_apart=alpha_apart)
         form = operand.format.operand if alpha_apart else operand.format.decode
         assert made.values.transpose(1, 2).is_contiguous()
-        wanted = torch.stack([form(e, BF16) for e in alone])
-        assert torch.count_nonzero(bits(made.values) != bits(wanted)) == 0
+        assert same(made.values, torch.stack([form(e, BF16) for e in alone]))
         alphas = [operand.format.alpha(e) for e in alone]
         if alphas[0] is None:
             assert made.alpha is None
         elif alpha_apart:
-            assert made.alpha is not None
-            assert torch.equal(bits(made.alpha), bits(torch.cat([a.expand(N, 1) for a in alphas if a is not None])))
+            assert differing(made.alpha, torch.cat([a.expand(N, 1) for a in alphas if a is not None])) == 0
 
 
 @pytest.mark.parametrize("sizes", [ROUTINGS["all to one"], ROUTINGS["many"]], ids=["few", "many"])
@@ -185,29 +162,6 @@ def test_the_order_of_a_weight_in_memory_does_not_change_a_product(name: str, si
     )
 
 
-def test_nvfp4_of_all_experts_is_one_launch_where_csrc_takes_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts so large that csrc's kernel, which takes one outer scale, would encode each of them."""
-
-    def one(*args: Any) -> Any:
-        raise AssertionError("an expert was encoded by itself")
-
-    monkeypatch.setattr(stacks, "_one", one)
-    operand, experts, n, k = get_operand("nvfp4"), 4, 1024, 2048
-    w = torch.randn(experts, n, k, device=CUDA) * torch.arange(experts, device=CUDA).view(-1, 1, 1)
-    w = w.to(BF16)
-    whole = stacks.encode(operand, w, False)
-    made = stacks.values(operand, w, False, BF16, alpha_apart=True)
-    for e in range(experts):
-        want, got = operand.encode(w[e]), stacks.expert(operand, whole, e, experts)
-        assert want.scale is not None and want.outer is not None and got.scale is not None and got.outer is not None
-        assert made.alpha is not None
-        assert torch.equal(got.codes, want.codes)
-        assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
-        assert torch.equal(got.outer, want.outer.expand(n, 1))
-        assert torch.equal(made.values[e], operand.format.operand(want, BF16))
-        assert torch.equal(made.alpha.view(experts, n, 1)[e], got.outer)
-
-
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 def test_biases_are_added_and_their_gradients_are_sums_rounded_once(sizes: tuple[int, ...]) -> None:
     ends, behind = ends_of(sizes), 2
@@ -218,7 +172,7 @@ def test_biases_are_added_and_their_gradients_are_sums_rounded_once(sizes: tuple
     assert torch.equal(ops.grouped_bias(x, bias, expert), x + bias[expert])
     made = ops.grouped_bgrad(x, ends)
     assert torch.equal(ops.grouped_bgrad(x, ends), made)
-    for e, rows in experts_of(sizes):
+    for e, rows in rows_of_experts(sizes):
         exact, magnitude = x[rows].double().sum(0), x[rows].double().abs().sum(0)
         assert ((made[e].double() - exact).abs() <= exact.abs() * 2.0**-8 + magnitude * 2.0**-20).all()
 
@@ -244,43 +198,25 @@ def routed(tokens: int, experts: int = 8, top_k: int = 2) -> tuple[Tensor, Tenso
     return torch.randn(tokens, 512, device=CUDA).to(BF16), index, weights.to(BF16)
 
 
-@contextmanager
-def in_a_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as m:
-        m.setattr(experts_module, "why_not_at_once", lambda *args: "a test asks for the loop")
-        yield
-
-
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prepared_is_converted(config: Any, family: str) -> None:
+def test_prepared_is_converted(config: Any, family: str, autocast: bool) -> None:
+    """Under autocast float32 parameters are multiplied at once in both forms, though transformers casts x to them."""
     model = made(family)
+    if autocast:
+        model.float()
+        for p in model.parameters():
+            p.data += 1e-4 * torch.randn_like(p)  # values that bfloat16 does not have
     quantize_(model, QATConfig(config, step="prepare"))
     packed = copy.deepcopy(model)
     quantize_(packed, QATConfig(step="convert"))
-    with torch.no_grad():
-        for tokens in (1, 4, 16, 64, 1000, 4096):
-            batch = routed(tokens)
-            assert torch.equal(model["experts"](*batch), packed["experts"](*batch)), tokens
-        same = torch.zeros(50, 1, dtype=torch.int64, device=CUDA) + 3
-        batch = (batch[0][:50], same, batch[2][:50, :1])
-        assert torch.equal(model["experts"](*batch), packed["experts"](*batch))
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prepared_is_converted_under_autocast(config: Any, family: str) -> None:
-    """float32 parameters are multiplied at once in both forms, though transformers casts x to their dtype."""
-    model = made(family).float()
-    for p in model.parameters():
-        p.data += 1e-4 * torch.randn_like(p)  # values that bfloat16 does not have
-    quantize_(model, QATConfig(config, step="prepare"))
-    packed = copy.deepcopy(model)
-    quantize_(packed, QATConfig(step="convert"))
-    with torch.no_grad(), torch.autocast("cuda", BF16):
-        for tokens in (1, 16, 64, 1000):
-            batch = routed(tokens)
-            assert torch.equal(model["experts"](*batch), packed["experts"](*batch)), tokens
+    batches = [routed(tokens) for tokens in (1, 4, 16, 64, 1000, 4096)]
+    x, _, weights = batches[-1]
+    batches.append((x[:50], torch.full((50, 1), 3, device=CUDA), weights[:50, :1]))  # all to one expert
+    with torch.no_grad(), torch.autocast("cuda", BF16, enabled=autocast):
+        for batch in batches:
+            assert torch.equal(model["experts"](*batch), packed["experts"](*batch)), len(batch[0])
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -331,10 +267,9 @@ def test_outputs_and_gradients_are_the_loops(config: Any, family: str, monkeypat
         for loop in (False, True):
             model.zero_grad()
             given = x.clone().requires_grad_()
-            if loop:
-                with in_a_loop(monkeypatch):
-                    y = model["experts"](given, index, weights)
-            else:
+            with monkeypatch.context() as m:
+                if loop:
+                    m.setattr(experts_module, "why_not_at_once", lambda *args: "a test asks for the loop")
                 y = model["experts"](given, index, weights)
             y.backward(grad)
             found.append({"y": y, "x": given.grad} | {n: p.grad for n, p in model.named_parameters()})
@@ -370,23 +305,12 @@ def test_nothing_waits_and_a_graph_takes_another_routing() -> None:
                 return y
 
             for call in (step, run):
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(2):
-                        call()
-                torch.cuda.current_stream().wait_stream(stream)
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-                try:
+                warmed(call, 2)
+                with no_waiting():
                     call()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-                graph = torch.cuda.CUDAGraph()
                 model.zero_grad(set_to_none=True)
                 held[0].grad = None
-                with torch.cuda.graph(graph):
-                    y = call()
+                graph, y = captured(call, 0)
                 with torch.no_grad():
                     for t, new in zip(held, second, strict=True):
                         t.copy_(new)

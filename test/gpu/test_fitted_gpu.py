@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.bits import compare, differing
 from support.gemm import coded
-from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.gpu import captured
+from support.kernel_inputs import BF16, CUDA, F16, F32, inputs
 
 from aoquant import backend, ops
 from aoquant.formats import Scales, get_operand
@@ -95,11 +97,7 @@ def test_graphs_capture_it() -> None:
     operand, matrix = get_operand("wush32+nvfp4"), matrices(32, 768)[0].to(CUDA)
     x = torch.randn(256, 768, device=CUDA, dtype=BF16)
     held = Scales(transform=matrix)
-    coded(x, operand, held)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = coded(x, operand, held)
+    graph, made = captured(lambda: coded(x, operand, held))
     for seed in range(3):
         x.copy_(torch.randn(256, 768, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.gpu import captured
 from torch import Tensor, nn
 
 from aoquant import QATConfig, explain, fixed_weights, quantize_
@@ -84,10 +85,7 @@ def test_a_graph_is_captured_and_replayed(name: str) -> None:
     model, x = prepared(name), rows(1)
     want = model(rows(2)[:1])
     with fixed_weights(model):
-        model(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x)
+        graph, y = captured(lambda: model(x))
         x.copy_(rows(2)[:1])
         graph.replay()
         assert torch.equal(y, want)

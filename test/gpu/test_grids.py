@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import bits
+from support.bits import differing, same_bytes
 from support.gemm import with_values
+from support.gpu import BF16, CUDA, F16, F32, no_waiting
 from support.grid_inputs import inputs
-from torch import Tensor
 
 from aoquant import backend, explain, get_format
 from aoquant.formats import Encoded, Format
@@ -20,8 +22,6 @@ from aoquant.ops.codec import cuda
 
 pytestmark = pytest.mark.gpu
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-CUDA = torch.device("cuda")
 BY_TRITON = (
     "fouroversix", "gridflip", "gridflip-sided", "gridflip-search", "gridflip-alternating", "gridflip-c0.2",
     "gridflip-sided-c0.5-alternating", "fouroversix-static:0.75", "gridflip-static:2.0",
@@ -57,24 +57,10 @@ def need(which: str) -> None:
         pytest.skip(reason)
 
 
-def differing(a: Tensor | None, b: Tensor | None) -> int:
-    """Elements whose bits differ, NaN of any payload taken as one."""
-    assert a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    unequal = a.contiguous().view(integer) != b.contiguous().view(integer)
-    if a.is_floating_point() and a.element_size() > 1:
-        unequal &= ~(a.isnan() & b.isnan())
-    return int(unequal.sum())
-
-
-def compare(got: Encoded | None, want: Encoded, what: str) -> None:
-    assert got is not None
-    for part in ("outer", "scale", "codes"):
-        if getattr(want, part) is None:
-            assert getattr(got, part) is None
-            continue
-        n = differing(getattr(got, part), getattr(want, part))
-        assert n == 0, f"{what}: {n} of {getattr(want, part).numel()} {part} differ"
+def compare(got: Encoded, want: Encoded, what: str) -> None:
+    """Compare by bits; the byte of a NaN scale too."""
+    bits.compare(got, want, what)
+    assert same_bytes(got.scale, want.scale), what
 
 
 @pytest.mark.parametrize(("which", "name", "dtype"), CASES)
@@ -87,12 +73,7 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
         x, what = x_cpu.to(CUDA), f"{name} {kind}"
         want = fmt.encode(x)
         if dtype == BF16:
-            on_cpu = fmt.encode(x_cpu)
-            assert (
-                want.scale is not None and on_cpu.scale is not None and differing(on_cpu.codes, want.codes.cpu()) == 0
-            ), what
-            # a NaN made by arithmetic is negative on x86
-            assert differing(on_cpu.scale.float(), want.scale.cpu().float()) == 0, what
+            bits.compare(fmt.encode(x_cpu), want, what)  # a NaN made by arithmetic is negative on x86
         with backend(which):
             compare(codec.encode(fmt, x), want, what)
             for out, operand, keep in (
@@ -170,13 +151,9 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
         with_values(fmt, x, BF16, keep=True)  # compiles, loads
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.graph(graph, stream=stream):
-                x.copy_(source)  # no kernel: an encoder that begins early has to wait for it too
-                e, values, _ = with_values(fmt, x, BF16, keep=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with no_waiting(), torch.cuda.graph(graph, stream=stream):
+            x.copy_(source)  # no kernel: an encoder that begins early has to wait for it too
+            e, values, _ = with_values(fmt, x, BF16, keep=True)
     for seed in range(3):
         torch.manual_seed(seed)
         source.copy_(torch.randn_like(x) * 2.0 ** (4 * seed))

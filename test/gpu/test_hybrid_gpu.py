@@ -7,12 +7,14 @@ python -m pytest -m gpu test/gpu/test_hybrid_gpu.py
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.bits import compare, differing, same
 from support.gemm import with_values
-from support.kernel_inputs import BF16, CUDA, F32, compare, differing, inputs
+from support.kernel_inputs import BF16, CUDA, F32, inputs
 from torch import Tensor, nn
 
 from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
@@ -41,6 +43,22 @@ def data(m: int = M, n: int = N, k: int = K) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(m, width, dtype=BF16, device=CUDA, generator=generator) for width in (k, n))
 
 
+def by_both(call: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return the results on the fastest backend and on the reference."""
+    got = call()
+    with backend("reference"):
+        return got, call()
+
+
+def triton_runs(request: CodecRequest) -> bool:
+    return dict(explain(request))["triton"] == "runs"
+
+
+def matrices(dtype: torch.dtype, **shapes: tuple[int, int]) -> dict[str, Tensor]:
+    """Return random matrices of these shapes, and values of every kind."""
+    return {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
+
+
 def step(linear: nn.Linear, x: Tensor, g: Tensor) -> list[Tensor]:
     """y, dx, dW, db; the random numbers are those of step 0."""
     if RANDOM in linear._buffers:
@@ -57,11 +75,8 @@ def step(linear: nn.Linear, x: Tensor, g: Tensor) -> list[Tensor]:
 def test_transposed_codes_are_the_references(name: str, rows: int) -> None:
     operand = as_operand(get_format(name))
     e = operand.encode(torch.randn(rows, 384, dtype=BF16, device=CUDA))
-    request = CodecRequest("transpose", operand, CUDA, torch.uint8, rows, 384)
-    assert dict(explain(request))["triton"] == "runs"
-    got = codec.transposed(operand, e, padded(rows, 128))
-    with backend("reference"):
-        compare(got, codec.transposed(operand, e, padded(rows, 128)), name)
+    assert triton_runs(CodecRequest("transpose", operand, CUDA, torch.uint8, rows, 384))
+    compare(*by_both(lambda: codec.transposed(operand, e, padded(rows, 128))), name)
 
 
 @pytest.mark.parametrize("shape", [(33, 384), (300, 1040), (1031, 256)])
@@ -69,14 +84,10 @@ def test_transposed_codes_are_the_references(name: str, rows: int) -> None:
 def test_one_pass_writes_the_codes_of_both_sides(name: str, shape: tuple[int, int]) -> None:
     operand, x = as_operand(get_format(name)), torch.randn(*shape, dtype=BF16, device=CUDA)
     request = CodecRequest("sides", operand, CUDA, BF16, *shape, columns=operand, column_codes=True)
-    assert dict(explain(request))["triton"] == "runs"
+    assert triton_runs(request)
     for view in (x, x.t().contiguous().t()):
         how = view, operand, operand, codec.Lengths(padded(shape[0], 16), shape[1]), Ask(), Ask()
-        got = codec.sides(*how)
-        with backend("reference"):
-            want = codec.sides(*how)
-        for side, other in zip(got, want, strict=True):
-            assert side is not None and other is not None and side.codes.k == other.codes.k
+        for side, other in zip(*by_both(lambda: codec.sides(*how)), strict=True):  # noqa: B023
             compare(side.codes, other.codes, name)
 
 
@@ -88,9 +99,7 @@ ACROSS = ("mxfp8", "mxfp8-e5m2", "mxfp4", "nvfp4", "te-nvfp4", "xx-nvfp4", "qutl
 def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtype) -> None:
     """Bytes are the reference's, in tiles that the matrix fills and in others, and no copy of the view is made."""
     fmt = get_format(name)
-    shapes = {"ragged": (33, 160), "filled": (128, 256)}
-    cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
-    for kind, x in cases.items():
+    for kind, x in matrices(dtype, ragged=(33, 160), filled=(128, 256)).items():
         view, want = x.to(CUDA).t().contiguous().t(), fmt.encode(x.contiguous())
         for operand in (True, False):
             with backend("triton"):
@@ -128,22 +137,16 @@ def test_operands_of_both_sides_are_the_references(rows: str | None, columns: st
     state = torch.tensor([1 << 31, 12345, 7], device=CUDA)
     randoms = [Random(state, side) if o is not None and o.draws else None for o, side in ((of_x, 0), (of_t, 2))]
     shapes = {"filled": (128, 1024), "ragged": (33, 1080), "narrow": (300, 48), "many": (2064, 4096)}
-    cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
-    for kind, cpu in cases.items():
+    for kind, cpu in matrices(dtype, **shapes).items():
         x, (m, n) = cpu.to(CUDA), cpu.shape
         lengths = -(-m // (of_t.block if of_t else 1)) * (of_t.block if of_t else 1), -(-n // 32) * 32
         how = x, of_x, of_t, codec.Lengths(*lengths), *(Ask(False, BF16, random=r) for r in randoms)
         first = Operand(of_t.format) if of_x is None else of_x
         request = CodecRequest("sides", first, CUDA, dtype, m, n, False, True, False, of_t)
-        assert dict(explain(request))["triton"] == "runs"
-        got = codec.sides(*how)
-        with backend("reference"):
-            want = codec.sides(*how)
-        for side, a, b in zip(("rows", "columns"), got, want, strict=True):
+        assert triton_runs(request)
+        for side, a, b in zip(("rows", "columns"), *by_both(lambda: codec.sides(*how)), strict=True):  # noqa: B023
             assert (a is None) == (b is None)
-            if a is not None and b is not None:
-                assert differing(a.values.contiguous(), b.values) == 0, (kind, side)
-                assert (a.alpha is None and b.alpha is None) or differing(a.alpha, b.alpha) == 0, (kind, side)
+            assert a is None or (same(a.values, b.values) and same(a.alpha, b.alpha)), (kind, side)
 
 
 def test_places_of_a_large_matrix_are_64_bits_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +167,7 @@ def test_places_of_a_large_matrix_are_64_bits_long(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(kernel, launches.__name__, launches.__wrapped__)
     monkeypatch.setattr(kernel, "_place", lambda m, n: tl.int64)
     for a, b in zip(codec.sides(x, *drawn), want, strict=True):
-        assert a is not None and b is not None
-        assert differing(a.values.contiguous(), b.values.contiguous()) == 0 and differing(a.alpha, b.alpha) == 0
+        assert a is not None and b is not None and same(a.values, b.values) and same(a.alpha, b.alpha)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
@@ -174,23 +176,17 @@ def test_codes_of_both_sides_are_the_references(rows: str, columns: str, dtype: 
     """Codes, scales, outer scales of x and of x^T, and the operand of x."""
     of_x, of_t = get_operand(rows), get_operand(columns)
     shapes = {"filled": (128, 1024), "ragged": (33, 1088), "narrow": (300, 64), "many": (2064, 4096)}
-    cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
-    for kind, cpu in cases.items():
+    for kind, cpu in matrices(dtype, **shapes).items():
         if cpu.shape[1] % 32:
             continue
         lengths = codec.Lengths(32 * -(-cpu.shape[0] // 32), cpu.shape[1])
         how = cpu.to(CUDA), of_x, of_t, lengths, Ask(True, dtype), Ask()
         request = CodecRequest("sides", of_x, CUDA, dtype, *cpu.shape, True, True, False, of_t, True)
-        assert dict(explain(request))["triton"] == "runs"
-        got = codec.sides(*how)
-        with backend("reference"):
-            want = codec.sides(*how)
-        assert got.row is not None and got.col is not None and want.row is not None and want.col is not None
+        assert triton_runs(request)
+        got, want = by_both(lambda: codec.sides(*how))  # noqa: B023
         compare(got.row.codes, want.row.codes, f"{rows} {kind}")
         compare(got.col.codes, want.col.codes, f"{columns} {kind}")
-        assert differing(got.row.values, want.row.values) == 0, kind
-        assert (got.row.alpha is None) == (want.row.alpha is None)
-        assert got.row.alpha is None or differing(got.row.alpha, want.row.alpha) == 0, kind
+        assert same(got.row.values, want.row.values) and same(got.row.alpha, want.row.alpha), kind
 
 
 @pytest.mark.parametrize(("name", "kernels"), [("nvfp4-training", 11), ("mxfp8-nvfp4", 12), ("nvfp4-mxfp8", 9)])
@@ -273,7 +269,7 @@ def test_operands_of_backward_are_the_references(name: str, operands: list[Any])
         if isinstance(got, Encoded):
             compare(got, want, f"{name}, operand {i}")
         else:
-            assert differing(got[0].contiguous(), want[0]) == 0 and (want[1] is None or differing(got[1], want[1]) == 0)
+            assert same(got[0], want[0]) and (want[1] is None or same(got[1], want[1]))
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -295,9 +291,7 @@ def test_fp8_pairs_run_on_fp8_tensor_cores(grad: str, tokens: int) -> None:
     other = get_format("te-fp8-tensor"), get_format(grad)
     request = Request("fp8_scaled_mm_precise", other[1], other[0], CUDA, BF16, N, K, 16 * -(-tokens // 16))
     assert dict(explain(request))["torch._scaled_mm"] == "runs"
-    kernel = step(linear, x, g)
-    with backend("reference"):
-        emulated = step(linear, x, g)
+    kernel, emulated = by_both(lambda: step(linear, x, g))
     for a, b in zip(kernel[1:3], emulated[1:3], strict=True):
         found = float(10 * torch.log10(b.double().square().sum() / (a.double() - b.double()).square().sum()))
         print(f"fp8 tensor cores against the emulation, {grad}, {tokens} tokens: {found:.1f} dB")
@@ -325,10 +319,7 @@ def test_the_rounded_hadamard_transform_is_the_references(dtype: torch.dtype) ->
     operand = as_operand(get_format("te-hadamard16-sd7e8+te-nvfp4"))
     x = torch.randn(300, 512, dtype=dtype)
     for view in (x, x.t().contiguous().t()):
-        e = codec.encode(operand, view.to(CUDA))
-        want = operand.encode(view)
-        assert differing(e.codes, want.codes) == 0 and differing(e.scale, want.scale) == 0
-        assert differing(e.outer, want.outer) == 0
+        compare(codec.encode(operand, view.to(CUDA)), operand.encode(view))
 
 
 def test_a_forward_source_transposes_no_one_dimensional_codes() -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from support.gemm import scaled_mm
+from support.gpu import BF16, CUDA, F16, F32, no_waiting
 from torch import Tensor
 
 from aoquant import backend, get_format
@@ -14,8 +15,6 @@ from aoquant.ops import codec
 
 pytestmark = pytest.mark.gpu
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-CUDA = torch.device("cuda")
 PAIRS = (
     ("nvfp4", "nvfp4"),
     ("mxfp4", "mxfp4-floor"),
@@ -83,10 +82,7 @@ def test_no_sync_and_every_mix_of_backends() -> None:
     for quantize, gemm in itertools.product(("reference", "triton"), ("reference", "tensor-cores", "triton")):
         with backend(quantize, role="quantize"), backend(gemm, role="gemm"):
             for _ in range(2):  # the first call compiles
-                torch.cuda.set_sync_debug_mode("error")
-                try:
+                with no_waiting():
                     seen.append(multiply("xx-mxfp4", "xx-mxfp4", x, w, bias))
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
     for y in seen:
         torch.testing.assert_close(y, seen[0], rtol=2.0**-7, atol=1e-3)

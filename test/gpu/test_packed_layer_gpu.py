@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from support.gpu import captured, launched
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,13 +65,7 @@ def test_captured_and_compiled_equal_eager(name: str, rows: int) -> None:
     module, x = converted(prepared(name), name), batch(rows)
     with torch.no_grad():
         want = module(x)
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            module(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            y = module(x)
+        graph, y = captured(lambda: module(x))
         y.zero_()
         graph.replay()
         assert torch.equal(y, want)
@@ -111,13 +106,11 @@ def test_explain_names_what_runs() -> None:
     with torch.no_grad():
         module(x)
     found = next(r for r in explain(module).routes if r.step == "multiply" and r.first <= 4 <= (r.last or 4))
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        module(x)
-        torch.cuda.synchronize()
     if found.backend not in ("cuda-decode", "triton-decode"):
         pytest.skip(f"runs on {found.backend}")
-    launched = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len([name for name in launched if "Fill" not in name]) == 1, launched
+    with torch.no_grad():
+        kernels = launched(lambda: module(x))
+    assert len(kernels) == 1, kernels
 
 
 def test_threads_and_streams_give_the_numbers_of_one() -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from support.gpu import BF16, CUDA, captured, no_waiting
 from torch import Tensor, nn
 
 from aoquant import QATConfig, calibrate, quantize_
@@ -20,7 +21,6 @@ from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.gpu
 
-BF16, CUDA = torch.bfloat16, torch.device("cuda")
 N, K, M = 512, 1024, 192
 NO_GPU = {"torchao-int4-cpu"}  # its converted layer is a CPU's
 PRINTS = "torchao-int8"  # torchao's int8 layer looks for "FakeTensor" in its input's repr, which waits for the values
@@ -79,16 +79,6 @@ def step(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, g: Tensor
     return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """An operation that makes the host wait for the device raises inside."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_waits_for_the_device(recipe: str) -> None:
     model, x = prepared(recipe), tokens()
@@ -111,15 +101,7 @@ def test_a_cuda_graph_of_the_converted_layer_computes_new_inputs(recipe: str) ->
     for m in (M,) if recipe == TUNED else (1, M):
         x = tokens()[:m].clone()
         with torch.no_grad():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    deployed(x)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = deployed(x)
+            graph, y = captured(lambda: deployed(x), 3)  # noqa: B023
             for seed in (1, 2):
                 x.copy_(tokens(seed)[:m])
                 graph.replay()
@@ -138,22 +120,14 @@ def test_a_cuda_graph_of_a_training_step_computes_new_gradients(recipe: str) -> 
         y.backward(g)
         return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            forward_backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_backward()
+    graph, results = captured(forward_backward, 3)
     for seed in (1, 2):
         with torch.no_grad():
             x.copy_(tokens(seed))
             model[0].weight.mul_(0.9)
         rewind(model)
         graph.replay()
-        got = [t.clone() for t in captured]
+        got = [t.clone() for t in results]
         rewind(model)
         want = forward_backward()
         assert len(got) == len(want) > 1

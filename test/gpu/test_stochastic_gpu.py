@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from support.bits import same
 from support.gemm import with_values
+from support.gpu import captured
 from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, explain, get_format, quantize_
@@ -41,12 +43,6 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     made["ties"] = torch.randint(-60, 61, (64, 256), generator=generator) * 0.125
     made["long"] = torch.randn(131, 1024, generator=generator)
     return {name: x.to(dtype) for name, x in made.items()}
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bits, NaN of any payload taken as one."""
-    a, b = a.float().cpu(), b.float().cpu()
-    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
 
 def laid_out(x: Tensor, across: bool) -> Tensor:
@@ -144,19 +140,6 @@ def test_gradients_are_the_cpus_up_to_the_order_of_sums(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["quartet", "quartet2"])
-def test_backward_does_not_wait_for_the_device(recipe: str) -> None:
-    one = layer(recipe)
-    x, g = (torch.randn(256, n, dtype=BF16, device="cuda") for n in (512, 384))
-    one(x.requires_grad_()).backward(g)  # compiles
-    y = one(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        y.backward(g)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("recipe", ["quartet", "quartet2"])
 def test_a_captured_step_draws_anew_at_every_replay(recipe: str) -> None:
     one = layer(recipe)
     x, g = (torch.randn(256, n, dtype=BF16, device="cuda") for n in (512, 384))
@@ -166,19 +149,13 @@ def test_a_captured_step_draws_anew_at_every_replay(recipe: str) -> None:
         one.weight.grad = None
         one(x).backward(g)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    captured = one.weight.grad
+    graph, _ = captured(step)
+    gradient = one.weight.grad
     start = int(state[2])
     grads = []
     for _ in range(2):
         graph.replay()
-        grads.append(captured.clone())
+        grads.append(gradient.clone())
     assert int(state[2]) == start + 2 and not torch.equal(*grads)
     state[2] = start
     for want in grads:

@@ -6,8 +6,11 @@ import copy
 
 import pytest
 import torch
+from support.bits import compare, differing
 from support.gemm import with_values
-from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.gpu import no_waiting
+from support.kernel_inputs import BF16, CUDA, F16, F32, inputs
+from support.transform_cases import MASKS, SIZES
 from torch import nn
 
 from aoquant import (
@@ -27,8 +30,6 @@ from aoquant.ops import CodecRequest, codec
 
 pytestmark = pytest.mark.gpu
 
-SIZES = (16, 32, 64, 128)
-MASKS = {16: 0xA5C3, 32: 0x9E3779B9, 64: 0x9E3779B97F4A7C15, 128: (1 << 127) | 0xBEEF}
 FUSED = ("nvfp4", "mxfp4")
 UNFUSED = ("mxfp8", "int4-g128", "fp8-row", "high-precision", "fouroversix", "nvfp4-static:0.001")
 
@@ -156,13 +157,9 @@ def test_layers(config: NVFP4WeightConfig) -> None:
         leaf, dy = x.to(device, copy=True).requires_grad_(), g.to(device)
         y = model(leaf)
         torch.cuda.synchronize()
-        if leaf.is_cuda:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             y.backward(dy)
             model(leaf.detach())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         grads.append([leaf.grad.float().cpu(), model[0].weight.grad.float().cpu()])
     for a, b in zip(*grads, strict=True):
         assert (a - b).norm() < 0.01 * a.norm()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.bits import compare, differing
 from support.gemm import scaled_mm, with_values
 from support.golden_inputs import DATA
-from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.gpu import no_waiting
+from support.kernel_inputs import BF16, CUDA, F16, F32, inputs
 
 from aoquant import backend, explain, get_format, list_formats
 from aoquant.formats import Format, FourOverSix, Scales
@@ -26,6 +28,7 @@ LISTED = [
 ]  # test_grids.py has inputs that decide between grids
 TE = ("te-fp8-e5m2-1x128", "te-fp8-e5m2-128x128", "te-fp8-e5m2-128x128-f32")
 ENGINES = ("q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "int8-row-vllm-reciprocal", "nvfp4-pow2")
+ENGINES += ("fp8-row-vllm", "fp8-row-vllm-reciprocal")
 BITS = ("intx2-row-asym", "intx3-g24", "intx5-g32", "intx6-g32-asym", "intx7-tensor")
 NAMES = [
     *LISTED,
@@ -48,20 +51,16 @@ def has_kernel(name: str, role: str = "quantize", codes: bool = True, held: bool
 
 
 @pytest.mark.parametrize("role", ["decode", "quantize"])
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("te-", "mxfp8"))])
-def test_formats_of_backward_have_kernels(name: str, role: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(n for n in NAMES if n.startswith(("te-", "mxfp8"))),
+        *("q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "intx2-g32", "intx3-g32", "nvfp4-pow2"),
+    ],
+)
+def test_formats_of_backward_of_engines_and_of_few_bits_have_kernels(name: str, role: str) -> None:
     assert has_kernel(name, role)
-
-
-@pytest.mark.parametrize("role", ["decode", "quantize"])
-def test_nvfp4_for_vllm_has_kernels(role: str) -> None:
-    assert has_kernel("nvfp4-pow2", role) and has_kernel("nvfp4-pow2", held=True)
-
-
-@pytest.mark.parametrize("role", ["decode", "quantize"])
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "intx2-g32", "intx3-g32"])
-def test_formats_of_engines_and_of_few_bits_have_kernels(name: str, role: str) -> None:
-    assert has_kernel(name, role)
+    assert name != "nvfp4-pow2" or has_kernel(name, held=True)
 
 
 by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
@@ -232,10 +231,7 @@ def test_no_host_sync() -> None:
     for name in ("nvfp4", "nvfp4-row", "mxfp8", "int8-row", "fp8-tensor"):
         fmt: Format = get_format(name)
         for _ in range(2):  # the first call compiles
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waiting():
                 e, values, _ = with_values(fmt, x, BF16, operand=True, keep=True)
                 assert e is not None
                 scaled_mm(e, w, None, name, name, "aoquant", [256], BF16, values)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")

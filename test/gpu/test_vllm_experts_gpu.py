@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gpu import captured
 from support.moe_models import model_of
 from torch.nn import functional as F
 
@@ -35,10 +36,7 @@ def test_experts_in_vllm_are_converted_experts(recipe: str) -> None:
     with torch.inference_mode():
         assert torch.equal(multiplied(x, ids, weights, w13, w2, F.silu), experts(x, ids.long(), weights))
     with torch.no_grad():
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = multiplied(x, ids, weights, w13, w2, F.silu)
+        graph, y = captured(lambda: multiplied(x, ids, weights, w13, w2, F.silu))
         for mine, other in zip((x, ids, weights), routing(1), strict=True):
             mine.copy_(other)
         graph.replay()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.bits import compare, differing
+from support.gpu import captured
+from support.kernel_inputs import BF16, CUDA, F16, F32, inputs
 
 from aoquant import backend, get_format
 from aoquant.formats import as_operand
@@ -69,11 +71,7 @@ def test_what_it_takes() -> None:
 def test_graphs_capture_it() -> None:
     fmt = get_format("nvfp4")
     x = torch.randn(2048, 4096, device=CUDA, dtype=BF16)
-    codec.encode(fmt, x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = [codec.encode(fmt, x) for _ in range(3)]
+    graph, made = captured(lambda: [codec.encode(fmt, x) for _ in range(3)])
     for seed in range(3):
         x.copy_(torch.randn(2048, 4096, generator=torch.Generator().manual_seed(seed)) * 10**seed)
         graph.replay()

@@ -1,11 +1,9 @@
-"""Inputs that show what a kernel does with every kind of number, and a comparison of what it made, bit by bit."""
+"""Inputs that show what a kernel does with every kind of number."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from aoquant.formats import Encoded
 
 from .golden_inputs import DATA
 
@@ -35,23 +33,3 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     made["zeros"], made["minus-zeros"] = torch.zeros(3, 768, dtype=dtype), -torch.zeros(3, 768, dtype=dtype)
     made["large"] = (torch.randn(1031, 768, generator=generator) * 0.02).to(dtype)
     return made
-
-
-def differing(a: Tensor | None, b: Tensor | None) -> int:
-    """Elements whose bits differ, NaN of any payload taken as one."""
-    assert (a is None) == (b is None)
-    if a is None or b is None:
-        return 0
-    assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
-    a, b = a.cpu(), b.cpu()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    unequal = a.view(integer) != b.contiguous().view(integer)
-    if a.is_floating_point():
-        unequal &= ~(a.float().isnan() & b.float().isnan())
-    return int(unequal.sum())
-
-
-def compare(got: Encoded, want: Encoded, what: str) -> None:
-    for part, a, b in zip(("codes", "scale", "zero", "outer"), got, want, strict=False):
-        n = differing(a, b)
-        assert n == 0, f"{what}: {n} of {a.numel() if a is not None else 0} {part} differ"
