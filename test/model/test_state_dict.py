@@ -9,24 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint_configs import OURS as FORMATS
+from support.checkpoint_configs import TORCHAO
 from torch import Tensor, nn
-from torchao.prototype.mx_formats.inference_workflow import NVFP4WeightOnlyConfig
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int4WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    IntxWeightOnlyConfig,
-    PerGroup,
-)
 
 from aoquant import (
-    FP8WeightConfig,
-    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
-    MXFP4WeightConfig,
-    MXFP8WeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
     PackedWeightConfig,
@@ -34,38 +24,22 @@ from aoquant import (
     quantize_,
 )
 
-OURS = {
-    "nvfp4": NVFP4WeightConfig(),
-    "nvfp4-none": NVFP4WeightConfig(outer="none", activation=None),
-    "fouroversix-tiles": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix", tile=16),
-    "gridflip": GridFlipFP4WeightConfig("sided", c=0.2),
-    "int4-g32": Int4WeightConfig(32),
-    "intx3-g32": IntxWeightConfig(3),
+OURS: dict[str, Any] = FORMATS | {
     "intx5-row-asym": PackedWeightConfig("intx5-row-asym"),
-    "int8": Int8WeightConfig(activation="int8-row"),
-    "fp8": FP8WeightConfig(),
-    "mxfp4": MXFP4WeightConfig(),
-    "mxfp8": MXFP8WeightConfig(),
     "fp8-tiles": PackedWeightConfig("fp8-8x32", "fp8-1x32"),
     "stretched3-g32": PackedWeightConfig("stretched3-g32"),
     "high-precision": PackedWeightConfig("high-precision", "mxfp4"),
 }
-TORCHAO = {
-    "torchao-intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
-    "torchao-int8": Int8DynamicActivationInt8WeightConfig(),
-    "torchao-fp8": Float8WeightOnlyConfig(),
-    "torchao-nvfp4": NVFP4WeightOnlyConfig(),
-}
 ALL = pytest.mark.parametrize("config", (OURS | TORCHAO).values(), ids=OURS | TORCHAO)
 PACKED = pytest.mark.parametrize("config", OURS.values(), ids=OURS)
-X = torch.linspace(-2, 2, 3 * 64).view(3, 64)
+X = torch.linspace(-2, 2, 3 * 128).view(3, 128)
 
 
 class Model(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.up = nn.Linear(64, 128, dtype=dtype)
-        self.down = nn.Linear(128, 64, bias=False, dtype=dtype)
+        self.up = nn.Linear(128, 128, dtype=dtype)
+        self.down = nn.Linear(128, 128, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x.to(self.up.bias.dtype))))
@@ -107,15 +81,8 @@ def test_into_a_fresh_skeleton(config: Any, device: str) -> None:
     with torch.device(device):
         skeleton = Model()
     result = skeleton.load_state_dict(saved(model), assign=True)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
+    assert not result.missing_keys and not result.unexpected_keys
     assert_equal(skeleton, model)
-
-
-def test_int4_tensor_into_a_fresh_skeleton() -> None:
-    model, skeleton = converted(Int4WeightOnlyConfig(64)), Model()
-    skeleton.load_state_dict(saved(model), assign=True)
-    assert parts(skeleton.up.weight) == parts(model.up.weight)
 
 
 @ALL
@@ -130,29 +97,26 @@ def test_into_a_quantised_skeleton(config: Any) -> None:
 
 
 @PACKED
-def test_mismatches_say_what_to_do(config: Any) -> None:
+def test_mismatches_are_refused_by_name(config: Any) -> None:
     model = converted(config)
-    with pytest.raises(RuntimeError, match=r"up.weight.*a float weight cannot take packed codes.* assign=True"):
-        Model().load_state_dict(model.state_dict())
     before = parts(model.up.weight)
-    with pytest.raises(RuntimeError, match=r"up.weight.*load float weights into the float model and quantise it then"):
-        model.load_state_dict(Model().state_dict())
-    with pytest.raises(RuntimeError, match=r"up.weight.*replaced by their like only.* got .*weight=intx7-row"):
-        model.load_state_dict(converted(PackedWeightConfig("intx7-row")).state_dict())
+    for target, source in (
+        (Model(), model),
+        (model, Model()),
+        (model, converted(PackedWeightConfig("intx7-row"))),
+    ):
+        with pytest.raises(RuntimeError, match=r"up\.weight"):
+            target.load_state_dict(source.state_dict())
     assert parts(model.up.weight) == before
 
 
-def test_static_outer_scale_is_part_of_the_recipe() -> None:
+def test_codes_under_other_scales_are_not_their_like() -> None:
+    """A static outer scale is part of the recipe; a cast layer keeps its scales, and another skeleton has others."""
     one, two = (converted(NVFP4WeightConfig(outer="static", pts=p)) for p in (0.001, 0.002))
-    with pytest.raises(RuntimeError, match=r"replaced by their like only.*got .*static:0.002"):
-        one.load_state_dict(two.state_dict())
-
-
-def test_scales_of_another_dtype_are_not_rounded() -> None:
-    """A cast layer keeps its scales as they were made; a skeleton of the new dtype has others."""
-    skeleton, model = converted(Int4WeightConfig(32), torch.bfloat16), converted(Int4WeightConfig(32), torch.float32)
-    with pytest.raises(RuntimeError, match="replaced by their like only"):
-        skeleton.load_state_dict(model.to(torch.bfloat16).state_dict())
+    wide = converted(Int4WeightConfig(32), torch.float32).to(torch.bfloat16)
+    for target, source in ((one, two), (converted(Int4WeightConfig(32)), wide)):
+        with pytest.raises(RuntimeError, match=r"up\.weight"):
+            target.load_state_dict(source.state_dict())
 
 
 @PACKED
@@ -198,24 +162,12 @@ def test_plain_pickle(config: Any) -> None:
     assert_equal(pickle.loads(pickle.dumps(model)), model)
 
 
-def test_tied_layers_stay_tied() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
-    model["b"].weight = model["a"].weight
-    quantize_(model, NVFP4WeightConfig())
-    state = saved(model)
-    skeleton = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
-    skeleton.load_state_dict(state, assign=True)
-    assert parts(skeleton["b"].weight) == parts(model["a"].weight)
-    twin = copy.deepcopy(model)
-    assert twin["b"].weight is twin["a"].weight
-
-
 def test_tiles_are_cut_between_rows_of_tiles() -> None:
     """128 rows of scale tiles of 8: rows go in eights, and keep their own scales."""
     weight = converted(OURS["fp8-tiles"]).up.weight.data
     assert torch.equal(weight[16:32].dequantize(), weight.dequantize()[16:32])
-    assert weight[16:32].scale.shape == (2, 2)
+    assert weight[16:32].scale.shape == (2, 4)
     assert torch.equal(weight[120:].dequantize(), weight.dequantize()[120:])
     assert torch.equal(weight[:, 32:].dequantize(), weight.dequantize()[:, 32:])
-    with pytest.raises(ValueError, match="cut along N at multiples of 8, got 4:12"):
+    with pytest.raises(ValueError, match="multiples of 8"):
         weight[4:12]
