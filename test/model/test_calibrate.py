@@ -58,6 +58,19 @@ def test_scales_cover_the_whole_loop(name: str, widest: str) -> None:
         )
 
 
+def test_batches_of_every_kind_and_the_dtype_of_autocast() -> None:
+    """Tuples, dicts, a generator; the range is that of what is quantised."""
+    a, b = prepared("int8", calibrated=False), prepared("int8")
+    one, two, three = batches()
+    calibrate(a, (batch for batch in (one, (two,), {"x": three})))
+    assert torch.equal(a.up.input_scale, b.up.input_scale)
+    model, x = nn.Sequential(nn.Linear(32, 16)), torch.full((2, 32), 1.001)
+    quantize_(model, QATConfig(INT8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        calibrate(model, [x])
+    assert torch.equal(model[0].input_scale, get_format("int8-tensor").measure(x.bfloat16()).scale.float())
+
+
 def test_the_loop_sees_the_float_model_in_eval_mode_without_gradients_once() -> None:
     model = nn.Sequential(Model().up, nn.Dropout(0.5)).train()
     quantize_(model, QATConfig(INT8))
@@ -73,22 +86,6 @@ def test_the_loop_sees_the_float_model_in_eval_mode_without_gradients_once() -> 
     assert len(seen) == 1 and torch.equal(seen[0], Model().up(x))
     assert model.training and model[1].training and not model[0].fake_quant and torch.is_grad_enabled()
     assert not model[0]._forward_pre_hooks
-
-
-def test_batches_may_be_tuples_and_dicts_and_come_from_a_generator() -> None:
-    a, b = prepared("int8", calibrated=False), prepared("int8")
-    one, two, three = batches()
-    calibrate(a, (batch for batch in (one, (two,), {"x": three})))
-    assert torch.equal(a.up.input_scale, b.up.input_scale)
-
-
-def test_under_autocast_the_range_is_that_of_what_is_quantised() -> None:
-    model = nn.Sequential(nn.Linear(32, 16))
-    quantize_(model, QATConfig(INT8))
-    x = torch.full((2, 32), 1.001)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        calibrate(model, [x])
-    assert torch.equal(model[0].input_scale, get_format("int8-tensor").measure(x.bfloat16()).scale.float())
 
 
 @EACH
@@ -133,85 +130,79 @@ def test_layers_that_were_not_reached_are_named_and_nothing_changes() -> None:
 
     model = Experts()
     quantize_(model, QATConfig(INT8))
-    with pytest.raises(
-        ValueError, match=r"(?s)2 layer\(s\) cannot.*idle.up: the forward loop did not reach it"
-    ) as error:
+    with pytest.raises(ValueError, match=r"(?s)idle.up: .*idle.down: ") as error:
         calibrate(model, batches())
-    assert "used" not in str(error.value)
-    assert model.used.up.input_scale.isnan().all() and uncalibrated(model) == [
-        "used.up",
-        "used.down",
-        "idle.up",
-        "idle.down",
-    ]
+    assert "used" not in str(error.value) and model.used.up.input_scale.isnan().all()
+    assert uncalibrated(model) == ["used.up", "used.down", "idle.up", "idle.down"]
 
 
-@pytest.mark.parametrize(
-    ("x", "says"),
-    [
-        (torch.zeros(2, 64), "0: its input was zero throughout"),
-        (torch.full((2, 64), float("nan")), "0: its input ranged from nan to nan"),
-        (torch.full((2, 64), float("inf")), "0: its input ranged from inf to inf"),
-        (torch.empty(0, 64), "0: the forward loop did not reach it"),
-    ],
-    ids=["zero", "nan", "inf", "empty"],
-)
-def test_unusable_ranges_are_named(x: Tensor, says: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 8))
+RANGES = {
+    "zero": torch.zeros(2, 64),
+    "nan": torch.full((2, 64), float("nan")),
+    "inf": torch.full((2, 64), float("inf")),
+    "empty": torch.empty(0, 64),
+    "too small": torch.full((2, 64), 9e-4),  # for a scale in float16
+}
+
+
+@pytest.mark.parametrize("x", RANGES.values(), ids=RANGES)
+def test_unusable_ranges_are_named(x: Tensor) -> None:
+    config = (
+        FP8WeightConfig("e5m2", activation="fp8-e5m2-tensor-static") if x.max() == RANGES["too small"].max() else INT8
+    )
+    model = nn.Sequential(nn.Linear(64, 8, dtype=torch.float16))
+    quantize_(model, QATConfig(config))
+    with pytest.raises(ValueError, match="0: "):
+        calibrate(model, [x.half()])
+    assert uncalibrated(model) == ["0"]
+    calibrate(model, [torch.ones(2, 64).half()])
+    before = model[0].input_scale.clone()
+    with pytest.raises(ValueError, match="0: "):
+        calibrate(model, [x.half()])
+    assert torch.equal(model[0].input_scale, before)
+
+
+def int8() -> nn.Module:
+    model = Model()
     quantize_(model, QATConfig(INT8))
-    with pytest.raises(ValueError, match=says):
-        calibrate(model, [x])
-    calibrate(model, [torch.ones(2, 64)])
-    with pytest.raises(ValueError, match=says):
-        calibrate(model, [x])
-    assert float(model[0].input_scale) == pytest.approx(1 / 127.5)
+    return model
 
 
-@pytest.mark.parametrize(
-    ("loop", "says"),
-    [
-        (None, "got NoneType$"),
-        (3, "got int$"),
-        (torch.ones(4, 64), r"got Tensor: put one batch into a list, \[batch\]$"),
-        ({"x": torch.ones(4, 64)}, r"got dict: put one batch into a list, \[batch\]$"),
-        ("text", "got str: put"),
-    ],
-    ids=["none", "number", "tensor", "dict", "string"],
-)
-def test_what_is_no_loop_is_refused(loop: Any, says: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 32))
-    quantize_(model, QATConfig(Int8WeightConfig(activation="int8-tensor-static")))
-    with pytest.raises(ValueError, match=f"forward_loop must be a function .* or an iterable of batches, {says}"):
-        calibrate(model, loop)
-
-
-def test_nothing_to_calibrate() -> None:
+def dynamic() -> nn.Module:
     model = Model()
     quantize_(model, QATConfig(Int8WeightConfig()))
-    with pytest.raises(ValueError, match="nothing to calibrate: no prepared layer holds scales"):
-        calibrate(model, batches())
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no loop": (lambda: calibrate(int8(), None), "forward_loop .*NoneType"),
+    "a number": (lambda: calibrate(int8(), 3), "forward_loop .*int"),
+    "a tensor": (lambda: calibrate(int8(), torch.ones(4, 64)), "forward_loop .*Tensor"),
+    "a dict": (lambda: calibrate(int8(), {"x": torch.ones(4, 64)}), "forward_loop .*dict"),
+    "a string": (lambda: calibrate(int8(), "text"), "forward_loop .*str"),
+    "nothing": (lambda: calibrate(dynamic(), batches()), "nothing to calibrate"),
+    "row": (lambda: Int8WeightConfig(activation="int8-row-static"), "one scale for the whole tensor"),
+    "block": (lambda: Int8WeightConfig(activation="mxfp8-static"), "one scale for the whole tensor"),
+    "scales": (lambda: QATConfig(INT8, scales="fixed"), "scales"),
+    "learned": (lambda: quantize_(Model(), QATConfig(NVFP4WeightConfig(), scales="learned")), r"up \(96, 64\)"),
+    "ptq": (lambda: quantize_(Model(), INT8), r"up \(96, 64\).*step='prepare'"),
+}
+
+
+@pytest.mark.parametrize(("call", "name"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_calibrated_is_refused_by_name(call: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){name}"):
+        call()
 
 
 def test_without_calibration_forward_and_convert_say_what_to_do() -> None:
     model = prepared("int8", calibrated=False)
-    with pytest.raises(
-        ValueError, match=r"up: static scales, or a fitted transform, have no values yet: call aoquant\.calibrate"
-    ):
+    with pytest.raises(ValueError, match=r"up: .*aoquant\.calibrate"):
         model(batches(1)[0])
-    with pytest.raises(ValueError, match=r"up \(96, 64\): static scales, or a fitted transform, have no values yet"):
+    with pytest.raises(ValueError, match=r"up \(96, 64\)"):
         quantize_(model, QATConfig(step="convert"))
     set_fake_quant(model, False)
     assert torch.equal(model(batches(1)[0]), Model()(batches(1)[0]))
-
-
-def test_ptq_with_a_static_config_says_how_to_observe_first() -> None:
-    model = Model()
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)2 layer\(s\) cannot.*calibration finds: quantize_\(model, QATConfig\(config, step='prepare'\)\)",
-    ):
-        quantize_(model, INT8)
-    assert type(model.up) is nn.Linear
 
 
 def test_observe_then_convert_is_ptq_with_static_scales() -> None:
@@ -230,29 +221,8 @@ def test_layers_that_share_a_weight_cannot_hold_scales(name: str) -> None:
     config, options = CONFIGS[name]
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match="0: its weight is tied, and layers that share a weight cannot hold scales"):
+    with pytest.raises(ValueError, match="0: its weight is tied"):
         quantize_(model, QATConfig(config, **options))
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Int8WeightConfig(activation="int8-row-static"), "one scale for the whole tensor"),
-        (lambda: Int8WeightConfig(activation="mxfp8-static"), "one scale for the whole tensor"),
-        (lambda: QATConfig(INT8, scales="fixed"), "scales is one of dynamic, static, learned"),
-    ],
-    ids=["row", "block", "unknown"],
-)
-def test_configs_that_cannot_be(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()
-
-
-def test_scales_that_cannot_be_learned_name_the_layer_and_leave_the_model() -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=r"up \(96, 64\): learned scales are for integers"):
-        quantize_(model, QATConfig(NVFP4WeightConfig(), scales="learned"))
-    assert type(model.up) is nn.Linear
 
 
 def test_a_failed_convert_leaves_the_held_scales() -> None:
@@ -278,21 +248,11 @@ def test_a_failed_convert_leaves_the_held_scales() -> None:
 def test_an_input_of_a_wrong_width_is_named(config: Any, shape: tuple[int, ...]) -> None:
     model = Model()
     quantize_(model, QATConfig(config))
-    with pytest.raises(
-        ValueError, match=rf"^up: the layer's input needs K = 64 values .* got shape {re.escape(str(shape))}"
-    ):
+    with pytest.raises(ValueError, match=rf"^up: .*{re.escape(str(shape))}"):
         calibrate(model, [batches(1)[0], torch.randn(shape)])
     assert uncalibrated(model) == ["up", "down"]
     calibrate(model, batches(1))
     assert model(batches(1)[0]).isfinite().all()
-
-
-def test_a_range_too_small_for_a_scale_is_named() -> None:
-    model = Model(torch.float16)
-    quantize_(model, QATConfig(FP8WeightConfig("e5m2", activation="fp8-e5m2-tensor-static")))
-    with pytest.raises(ValueError, match=r"up: its input ranged from .* too little for a scale in float16"):
-        calibrate(model, [torch.full((2, 5, 64), 9e-4, dtype=torch.float16)])
-    assert uncalibrated(model) == ["up", "down"]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -300,5 +260,5 @@ def test_a_diverged_scale_does_not_convert(value: float) -> None:
     model = prepared("intx3-learned")
     with torch.no_grad():
         model.up.weight_scale[2] = value
-    with pytest.raises(ValueError, match=r"up .*a scale that it holds is NaN or Inf"):
+    with pytest.raises(ValueError, match=r"up .*NaN or Inf"):
         quantize_(model, QATConfig(step="convert"))
