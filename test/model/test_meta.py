@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,38 +111,62 @@ def test_an_emptied_skeleton_takes_packed_codes_in_place(config: Any) -> None:
     assert torch.equal(skeleton(X), real(X))
 
 
-def test_an_emptied_skeleton_refuses_codes_of_another_format() -> None:
-    real, skeleton = net(), on_meta()
-    quantize_(real, NVFP4WeightConfig())
-    quantize_(skeleton, Int4WeightConfig(32))
-    skeleton.to_empty(device="cpu")
-    with pytest.raises(RuntimeError, match=r"packed codes \(.*int4-g32.*can be replaced by their like only"):
-        skeleton.load_state_dict(real.state_dict())
-
-
-@pytest.mark.parametrize("step", [QATConfig(NVFP4WeightConfig()), NVFP4WeightConfig()], ids=["prepared", "skeleton"])
-def test_running_before_loading_is_an_error_and_not_uninitialised_memory(step: Any) -> None:
-    model = on_meta()
-    quantize_(model, step)
-    with pytest.raises(ValueError, match=r"input is on cpu and its weight on meta.*load the checkpoint first"):
-        model(X)
-
-
-def test_a_model_on_meta_cannot_be_moved() -> None:
-    model = on_meta()
-    with pytest.raises(ValueError, match=r"device='cpu': 0.weight is on the meta device.*Load the weights first"):
-        quantize_(model, QATConfig(NVFP4WeightConfig()), device="cpu")
-    assert_plain(model)
-
-
-def test_nan_that_was_loaded_after_prepare_stops_convert() -> None:
+def holding_nan() -> nn.Sequential:
     state = net().state_dict()
     state["2.weight"][3, 4] = torch.nan
     model = on_meta()
     quantize_(model, QATConfig(NVFP4WeightConfig()))
     model.load_state_dict(state, assign=True)
-    with pytest.raises(ValueError, match=r"2 \(64, 96\): its weight holds NaN or Inf"):
-        quantize_(model, QATConfig(step="convert"))
+    return model
+
+
+def with_a_forward_of_its_own() -> nn.Sequential:
+    model = net()
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    return model
+
+
+def prepared_and_offloaded() -> nn.Module:
+    model = offloaded(net())
+    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    return model
+
+
+PREPARE, CONVERT = QATConfig(NVFP4WeightConfig()), QATConfig(step="convert")
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "moved from meta": (on_meta, partial(quantize_, config=PREPARE, device="cpu"), "0.weight .*meta"),
+    "NaN loaded after prepare": (holding_nan, partial(quantize_, config=CONVERT), r"2 \(64, 96\): .*NaN or Inf"),
+    "another forward": (with_a_forward_of_its_own, partial(quantize_, config=PREPARE), r"0 \(96, 64\)"),
+    "offloaded": (
+        lambda: offloaded(net()),
+        partial(quantize_, config=NVFP4WeightConfig()),
+        r"0 \(96, 64\): accelerate",
+    ),
+    "offloaded, prepared": (prepared_and_offloaded, partial(quantize_, config=CONVERT), r"0 \(96, 64\): accelerate"),
+    "unprepared": (net, unprepare, "nothing to unprepare"),
+    "switched off": (net, partial(set_fake_quant, enabled=False), "Sequential has no prepared layer"),
+}
+
+
+@pytest.mark.parametrize(("make", "call", "name"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(make: Any, call: Any, name: str) -> None:
+    model = make()
+    classes = [type(m) for m in model]
+    with pytest.raises(ValueError, match=name):
+        call(model)
+    assert [type(m) for m in model] == classes
+
+
+@pytest.mark.parametrize("step", [QATConfig(Int8WeightConfig()), Int8WeightConfig()], ids=["prepared", "skeleton"])
+def test_weights_and_inputs_on_two_devices_are_an_error_and_not_uninitialised_memory(step: Any) -> None:
+    model, there = on_meta(), net()
+    with torch.device("meta"):
+        embedding = nn.Embedding(32, 64)
+    for made in (model, there, embedding):
+        quantize_(made, step, filter_fn=lambda m, fqn: isinstance(m, nn.Linear | nn.Embedding))
+    for made, x in ((model, X), (there, X.to("meta")), (embedding, torch.arange(4))):
+        with pytest.raises(ValueError, match="on meta"):
+            made(x)
 
 
 class Moves(TorchDispatchMode):
@@ -201,36 +226,12 @@ def test_prepared_layers_compute_under_accelerates_hooks(hook: Any, order: str) 
     assert unprepare(model) == 2
     assert torch.equal(model(X), plain)
     quantize_(model, config)
+    if hook is split:
+        converted = copy.deepcopy(model)
+        quantize_(converted, QATConfig(step="convert"))
+        assert torch.equal(converted(X), reference(X))
     remove_hook_from_module(model, recurse=True)
     assert torch.equal(model(X), reference(X))
-
-
-def test_converted_layers_compute_under_accelerates_hooks() -> None:
-    model = net()
-    reference = copy.deepcopy(model)
-    model = split(model)
-    for m in (model, reference):
-        quantize_(m, QATConfig(NVFP4WeightConfig()))
-        quantize_(m, QATConfig(step="convert"))
-    assert torch.equal(model(X), reference(X))
-
-
-def test_offloaded_weights_are_not_converted_to_an_empty_skeleton() -> None:
-    model = offloaded(net())
-    message = r"0 \(96, 64\): accelerate keeps its weight offloaded.*without offload"
-    with pytest.raises(ValueError, match=message):
-        quantize_(model, Int4WeightConfig(32))
-    quantize_(model, QATConfig(Int4WeightConfig(32)))
-    with pytest.raises(ValueError, match=message):
-        quantize_(model, QATConfig(step="convert"))
-
-
-def test_a_replaced_forward_is_refused() -> None:
-    model = net()
-    model[0].forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"0 \(96, 64\): its forward is replaced on the instance"):
-        quantize_(model, QATConfig(NVFP4WeightConfig()))
-    assert_plain(model)
 
 
 # ---- unprepare
@@ -253,18 +254,12 @@ def test_unprepare_leaves_the_model_as_it_was() -> None:
     assert not model[0].training
     assert torch.equal(model(X), output)
     assert calls == ["hook"] * 3
-    quantize_(model, QATConfig(Int4WeightConfig(32)))  # and can be prepared again, for another config
-
-
-def test_unprepare_keeps_what_training_did_and_a_single_layer_is_enough() -> None:
-    layer = net()[0]
-    quantize_(layer, QATConfig(NVFP4WeightConfig()))
+    layer = model[0]
+    quantize_(layer, QATConfig(Int4WeightConfig(32)))  # and can be prepared again, for another config, alone
     layer(X).sum().backward()
     torch.optim.SGD(layer.parameters(), 0.5).step()
     trained = layer.weight.detach().clone()
-    assert unprepare(layer) == 1
-    assert torch.equal(layer.weight, trained)
-    assert torch.equal(layer(X), nn.functional.linear(X, trained, layer.bias))
+    assert unprepare(layer) == 1 and torch.equal(layer.weight, trained)
 
 
 def test_unprepare_drops_held_scales_and_gives_embeddings_back() -> None:
@@ -282,30 +277,3 @@ def test_unprepare_drops_held_scales_and_gives_embeddings_back() -> None:
     assert [type(m) for m in model] == [nn.Embedding, nn.Linear]
     assert list(model.state_dict()) == names
     assert torch.equal(model(torch.arange(4)), before)
-
-
-@pytest.mark.parametrize("step", [QATConfig(Int8WeightConfig()), Int8WeightConfig()], ids=["prepared", "skeleton"])
-def test_an_embedding_on_meta_does_not_run(step: Any) -> None:
-    with torch.device("meta"):
-        model = nn.Embedding(32, 64)
-    quantize_(model, step, filter_fn=lambda m, fqn: True)
-    with pytest.raises(ValueError, match="on meta"):
-        model(torch.arange(4))
-
-
-def test_nothing_to_unprepare() -> None:
-    with pytest.raises(ValueError, match="nothing to unprepare: no layer of the Sequential is prepared"):
-        unprepare(net())
-    model = net()
-    quantize_(model, NVFP4WeightConfig())
-    with pytest.raises(ValueError, match="nothing to unprepare"):
-        unprepare(model)
-    with pytest.raises(ValueError, match="the Sequential has no prepared layer"):
-        set_fake_quant(model, False)
-
-
-def test_a_weight_elsewhere_is_not_said_to_be_empty() -> None:
-    model = net()
-    quantize_(model, QATConfig(NVFP4WeightConfig()))
-    with pytest.raises(ValueError, match=r"input is on meta and its weight on cpu: move one of them$"):
-        model(X.to("meta"))
