@@ -7,6 +7,7 @@ that does not claim it must be seen to fail, so that a claim that is missing is 
 
 import pytest
 import torch
+from support.bits import unequal_parts
 from torch import Tensor
 
 from aoquant.formats import COMPOSED, Encoded, Format, Operand, get_format, get_operand, list_formats
@@ -53,18 +54,11 @@ def batches(row: Tensor) -> list[tuple[Tensor, int]]:
 
 def differing(one: Encoded, many: Encoded, place: int) -> list[str]:
     """The parts of a row that differ, as bytes, between the row alone and the row in a batch."""
-    found = []
     rows = many.codes.shape[0]
-    for name, a, b in zip(("codes", "scale", "zero", "outer"), one[:4], many[:4], strict=True):
-        if a is None or b is None:
-            found += [name] if a is not b else []
-            continue
-        part = b[place : place + 1] if b.shape[0] == rows else b[:1]  # one for all, or per tile of rows
-        if a.dtype != part.dtype or not torch.equal(
-            a.contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)
-        ):
-            found.append(name)
-    return found
+    row = [  # a part is one for all, or one for each tile of rows
+        t if t is None else t[place : place + 1] if t.shape[0] == rows else t[:1] for t in many[:4]
+    ]
+    return unequal_parts(one, Encoded(*row, many.k))
 
 
 def rows_of(dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -11,16 +11,6 @@ from aoquant.formats.scales import reciprocal
 NAMES = [n for n in list_formats() if isinstance(get_format(n), MX | NVFP4 | MXFP4Dialect | NVFP4Dialect)]
 MX_NAMES = [n for n in NAMES if isinstance(get_format(n), MX)]
 
-# relative mean squared error on N(0, 1)
-BARS = {"mxfp4-floor": 0.0132, "mxfp4-ceil": 0.0208, "mxfp4-even": 0.0125, "mxfp4": 0.0133, "nvfp4": 0.0091}
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_relative_error_of_normal_values(name: str) -> None:
-    x = torch.randn(1024, 1024)
-    error = get_format(name).fake_quantize(x) - x
-    assert (error.square().mean() / x.square().mean()).item() == pytest.approx(BARS[name], rel=0.015)
-
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -63,26 +53,6 @@ def test_nvfp4_zero_and_tiny_tensors_are_zeros_where_torchao_gives_nan(dtype: to
         theirs = torchao_encode(fmt, x)
         assert (theirs.outer == 0).all()
         assert theirs.scale.float().isnan().all()
-
-
-def test_nvfp4_block_of_zeros_is_torchaos() -> None:
-    x = torch.zeros(2, 32, dtype=torch.bfloat16)
-    x[0, :16], x[1, 16:] = 3.0, -0.0
-    e = NVFP4().encode(x)
-    assert e.scale is not None
-    assert e.scale[0, 1].view(torch.uint8) == 0x08  # 2^-6, not 0
-    assert torch.equal(e.codes[1, 8:], torch.full((8,), 0x88, dtype=torch.uint8))  # -0.0 keeps its sign
-    assert torch.equal(NVFP4().decode(e, torch.bfloat16), x)
-
-
-def test_mx_block_of_zeros_has_byte_zero() -> None:
-    for name in MX_NAMES:
-        fmt = get_format(name)
-        e = fmt.encode(torch.zeros(1, 64))
-        assert e.scale is not None
-        assert (e.scale.view(torch.uint8) == 0).all()
-        assert (fmt.decode(e, torch.float32) == 0).all()
-        assert not fmt.floored(e).any()
 
 
 @pytest.mark.parametrize("rule", ["rceil", "floor", "ceil", "even"])

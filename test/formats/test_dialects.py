@@ -4,8 +4,6 @@ floors.
 
 from __future__ import annotations
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +13,18 @@ from support.numpy_oracle import element
 from torch import Tensor, nn
 
 from aoquant import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, calibrate, quantize_
-from aoquant.formats import NVFP4, Encoded, Format, NVFP4Dialect, NVFP4Search, get_format, layout
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Encoded,
+    Format,
+    MXFP4Dialect,
+    NVFP4Dialect,
+    NVFP4Search,
+    get_format,
+    layout,
+    list_formats,
+)
 from aoquant.formats.elements import from_e2m1
 from aoquant.ops import codec
 
@@ -122,15 +131,21 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", MX_NAMES)
-def test_mx_dialects_equal_the_definition(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", [*MX_NAMES, *NV_NAMES, *SEARCH])
+def test_dialects_equal_their_definition(name: str, dtype: torch.dtype) -> None:
     for data in FINITE:
-        x = data_set(data, 24, 256, dtype)
-        e = get_format(name).encode(x)
+        x = data_set(data, *((12, 64) if name in SEARCH else (24, 256)), dtype)
+        e, values = get_format(name).encode(x), x.float().numpy()
         assert e.scale is not None
-        byte, codes = mx_oracle(x.float().numpy().reshape(-1, 32), name)
-        assert (e.scale.view(torch.uint8).numpy().reshape(-1) == byte).all(), data
-        assert same(code_values(e).reshape(-1, 32), codes), data
+        if name in MX_NAMES:
+            byte, codes = mx_oracle(values.reshape(-1, 32), name)
+            assert (e.scale.view(torch.uint8).numpy().reshape(-1) == byte).all(), data
+            outer = None
+        else:
+            scale, codes, outer = (search_oracle if name in SEARCH else nv_oracle)(values, name)
+            assert (e.scale.float().numpy() == scale).all(), data
+        assert same(code_values(e), codes.reshape(x.shape)), data
+        assert (e.outer is None) == (outer is None) and (e.outer is None or e.outer.item() == outer), data
 
 
 def test_quests_deviation_is_a_difference_of_two_means() -> None:
@@ -149,66 +164,9 @@ def test_quests_deviation_is_a_difference_of_two_means() -> None:
             assert (torch.frexp(deviation + 1e-8)[1] + 126 != torch.from_numpy(byte)).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", NV_NAMES)
-def test_nvfp4_dialects_equal_the_definition(name: str, dtype: torch.dtype) -> None:
-    for data in FINITE:
-        x = data_set(data, 24, 256, dtype)
-        e = get_format(name).encode(x)
-        assert e.scale is not None and e.outer is not None
-        scale, codes, outer = nv_oracle(x.float().numpy(), name)
-        assert (e.scale.float().numpy() == scale).all(), data
-        assert same(code_values(e), codes), data
-        assert e.outer.item() == outer, data
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", SEARCH)
-def test_the_search_equals_the_definition(name: str, dtype: torch.dtype) -> None:
-    for data in FINITE:
-        x = data_set(data, 12, 64, dtype)
-        e = get_format(name).encode(x)
-        assert e.scale is not None
-        scale, codes, outer = search_oracle(x.float().numpy(), name)
-        assert (e.scale.float().numpy() == scale).all(), data
-        assert same(code_values(e), codes), data
-        assert (e.outer is None) == (outer is None) and (e.outer is None or e.outer.item() == outer)
-
-
-# relative mean squared errors: N(0, 1), Laplace, Student-t(5)
-BARS = {
-    "xx-mxfp4": (0.0139, None, None),
-    "qutlass-mxfp4": (0.0139, None, None),
-    "mxfp4-quest": (0.0269, None, None),
-    "nvfp4": (0.00904, 0.00859, 0.00852),
-    "nvfp4-search": (0.00660, 0.00680, 0.00675),
-    "xx-nvfp4": (0.00904, 0.00859, 0.00852),
-    "xx-nvfp4-static:0.1": (0.00904, 0.00859, 0.00852),
-    "qutlass-nvfp4": (0.00904, 0.00859, 0.00852),
-    "te-nvfp4": (0.00904, 0.00859, 0.00852),
-    "te-nvfp4-16x16": (0.01240, None, None),
-}
-
-
-def sample(which: int) -> Tensor:
-    make = (
-        torch.distributions.Normal(0.0, 1.0),
-        torch.distributions.Laplace(0.0, 1.0),
-        torch.distributions.StudentT(5.0),
-    )
-    return make[which].sample((1024, 1024)).to(BF16)
-
-
 def lost(fmt: Format, x: Tensor) -> float:
     error = fmt.decode(codec.encode(fmt, x), torch.float32) - x.float()
     return (error.square().sum() / x.float().square().sum()).item()
-
-
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["normal", "laplace", "student5"])
-def test_relative_error(which: int) -> None:
-    x = sample(which)
-    got = {name: lost(get_format(name), x) for name, bars in BARS.items() if bars[which] is not None}
-    assert got == {name: pytest.approx(BARS[name][which], rel=0.015) for name in got}
 
 
 def test_quest_and_absmax_are_qutlass_float64_references() -> None:
@@ -249,6 +207,15 @@ def test_no_value_of_the_absmax_dialects_clips() -> None:
         assert (e.scale.view(torch.uint8) == 127).all()
 
 
+@pytest.mark.parametrize(
+    "name", [n for n in list_formats() if isinstance(get_format(n), MX | MXFP4Dialect | NVFP4Dialect)]
+)
+def test_blocks_of_zeros_are_not_floored(name: str) -> None:
+    fmt, x = get_format(name), torch.zeros(16, 64)
+    x[:, :32] = 1.5
+    assert not fmt.floored(fmt.encode(x)).any() and not fmt.floored(fmt.encode(-x)).any()
+
+
 def test_the_trust_mask_saturates() -> None:
     fmt = get_format("mxfp4-quest")
     x = torch.randn(64, 256)
@@ -277,27 +244,6 @@ def test_neither_is_torchaos_mx() -> None:
     values = get_format("xx-mxfp4").fake_quantize(x)
     for rule in ("", "-floor", "-ceil", "-even"):
         assert (values != get_format(f"mxfp4{rule}").fake_quantize(x)).float().mean() > 0.3, rule
-
-
-def test_zero_blocks() -> None:
-    """Scale bytes differ by dialect; values are zeros, and a -0.0 stays one."""
-    x = torch.zeros(2, 64)
-    x[0, :32], x[1, 32:] = 1.5, -0.0
-    want = {
-        "nvfp4": 0x08, "nvfp4-search": 0x08, "xx-nvfp4": 0, "qutlass-nvfp4": 0, "te-nvfp4": 0,
-        "xx-mxfp4": 0, "qutlass-mxfp4": 100, "mxfp4-quest": 100, "mxfp4": 0,
-    }  # fmt: skip
-    for name, byte in want.items():
-        fmt = get_format(name)
-        e = fmt.encode(x)
-        assert e.scale is not None
-        assert e.scale.view(torch.uint8)[0, -1] == e.scale.view(torch.uint8)[1, -1] == byte, name
-        values = fmt.decode(e, torch.float32)
-        assert (values[0, 32:] == 0).all() and (values[1] == 0).all(), name
-        if not isinstance(fmt, NVFP4):  # its codes do not tell a block of zeros from one that was flushed
-            assert not fmt.floored(e)[:, 1].any(), name
-        if "mxfp4" in name:  # 0 times an inverse; where a scale of 0 is divided by, 0 / 0 leaves no sign
-            assert (layout.unpack(e.codes, 4, 64)[1, 32:] == 8).all(), name
 
 
 @pytest.mark.parametrize("name", [*NV_NAMES, *SEARCH, *MX_NAMES])
@@ -377,19 +323,6 @@ def test_square_tiles_are_transposed_exactly() -> None:
     assert ragged.scale is not None and ragged.scale.shape == (3, 6)
 
 
-def test_rows_in_pieces_are_the_whole() -> None:
-    """What the codec does on a CPU with matrices that are large."""
-    x = torch.randn(1032, 1024)
-    for name in ("te-nvfp4-16x16", "te-nvfp4", "xx-nvfp4", "nvfp4-search", "xx-mxfp4"):
-        fmt = get_format(name)
-        whole, pieces = fmt.encode(x), codec.encode(fmt, x)
-        for a, b in zip(whole[:4], pieces[:4], strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
-        values = codec.decode(fmt, whole, BF16)
-        assert torch.equal(values, fmt.decode(whole, BF16)), name
-
-
 def test_the_search_never_loses_more_than_nvfp4() -> None:
     for scale in ("none", "static:0.002"):
         plain, searched = get_format(f"nvfp4-{scale}"), get_format(f"nvfp4-search-{scale}")
@@ -435,32 +368,23 @@ def test_configs_name_their_formats(config: NVFP4WeightConfig, weight: str, acti
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MXFP4WeightConfig("absmax"), "rule must be one of rceil, floor, ceil, even, quest, got 'absmax'"),
-        (lambda: MXFP4WeightConfig("quest", numerics="xx"), "rule must be one of absmax, got 'quest'"),
-        (lambda: MXFP4WeightConfig("rceil", numerics="qutlass"), "rule must be one of absmax, quest, got 'rceil'"),
-        (lambda: MXFP4WeightConfig(numerics="te"), "numerics must be one of ao, xx, qutlass, got 'te'"),
-        (lambda: NVFP4WeightConfig(numerics="mx"), "numerics must be one of ao, te, xx, qutlass, got 'mx'"),
-        (
-            lambda: NVFP4WeightConfig(numerics="te", metric="mae"),
-            "got metric='mae', tile=1 with rule='absmax', numerics='te'",
-        ),
-        (
-            lambda: NVFP4WeightConfig(numerics="xx", tile=16),
-            "got metric='mse', tile=16 with rule='absmax', numerics='xx'",
-        ),
-        (lambda: NVFP4WeightConfig(numerics="te", rule="search"), "rule must be one of absmax, got 'search'"),
-        (lambda: NVFP4WeightConfig("none", numerics="xx"), "outer must be one of dynamic, static, got 'none'"),
-        (lambda: NVFP4WeightConfig("static", 1.0, numerics="te"), "outer must be one of dynamic, got 'static'"),
-        (
-            lambda: NVFP4WeightConfig("static", numerics="qutlass"),
-            "and only that, needs pts; got outer='static', pts=None",
-        ),
-        (lambda: NVFP4WeightConfig(pts=1.0, numerics="xx"), "and only that, needs pts; got outer='dynamic', pts=1.0"),
-        (lambda: NVFP4WeightConfig("static", -1.0, numerics="xx"), "a positive finite scale, got -1.0"),
+        (lambda: MXFP4WeightConfig("absmax"), "rule must be .*'absmax'"),
+        (lambda: MXFP4WeightConfig("quest", numerics="xx"), "rule must be .*'quest'"),
+        (lambda: MXFP4WeightConfig("rceil", numerics="qutlass"), "rule must be .*'rceil'"),
+        (lambda: MXFP4WeightConfig(numerics="te"), "numerics must be .*'te'"),
+        (lambda: NVFP4WeightConfig(numerics="mx"), "numerics must be .*'mx'"),
+        (lambda: NVFP4WeightConfig(numerics="te", metric="mae"), "got metric='mae', tile=1 .*numerics='te'"),
+        (lambda: NVFP4WeightConfig(numerics="xx", tile=16), "got metric='mse', tile=16 .*numerics='xx'"),
+        (lambda: NVFP4WeightConfig(numerics="te", rule="search"), "rule must be .*'search'"),
+        (lambda: NVFP4WeightConfig("none", numerics="xx"), "outer must be .*'none'"),
+        (lambda: NVFP4WeightConfig("static", 1.0, numerics="te"), "outer must be .*'static'"),
+        (lambda: NVFP4WeightConfig("static", numerics="qutlass"), "needs pts.*pts=None"),
+        (lambda: NVFP4WeightConfig(pts=1.0, numerics="xx"), "needs pts.*pts=1.0"),
+        (lambda: NVFP4WeightConfig("static", -1.0, numerics="xx"), "positive finite scale, got -1.0"),
     ],
 )
 def test_what_does_not_exist_is_refused(make: type, says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with pytest.raises(ValueError, match=says):
         make()
 
 

@@ -11,9 +11,10 @@ import math
 
 import pytest
 import torch
+from support.bits import same_bytes, unequal_parts
 from support.formats import ASYMMETRIC
 from support.golden_inputs import data_set
-from support.linear_cases import BF16, F16, F32, assert_equal, data, dtype_name, same_bytes
+from support.linear_cases import BF16, F16, F32, assert_equal, data, dtype_name
 from torch import Tensor, nn
 
 from aoquant import QATConfig, quantize_
@@ -48,8 +49,7 @@ def test_encoding_under_the_scales_that_were_measured_is_encoding(name: str, dty
         want = fmt.encode(x)
         for scales in (fmt.measure(x), kept(fmt.measure(x))):
             got = fmt.encode(x, scales)
-            for part, a, b in zip(want._fields[:4], got[:4], want[:4], strict=True):
-                assert (a is None) == (b is None) and (a is None or same_bytes(a, b)), f"{kind}, {part}"
+            assert not unequal_parts(got, want), kind
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
@@ -288,27 +288,17 @@ def test_a_scale_below_zero_is_used_as_the_smallest_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("activation", "weight", "options", "says"),
     [
-        (
-            lambda: LinearRecipe(get_format("int8-row"), get_format("int8-row"), input_scales="static"),
-            "one scale for the whole",
-        ),
-        (lambda: LinearRecipe(None, get_format("int8-row"), input_scales="static"), "got high precision"),
-        (lambda: LinearRecipe(None, get_format("nvfp4"), weight_scales="learned"), "learned scales are for integers"),
-        (
-            lambda: LinearRecipe(None, get_format("int4-g32"), weight_scales="learned"),
-            "learned scales are for integers",
-        ),
-        (lambda: LinearRecipe(None, get_format("int8-row"), weight_scales="frozen"), "weight_scales is one of"),
-        (
-            lambda: LinearRecipe(None, get_format("int4-g32"), straight_through="clipped", weight_scales="static"),
-            "no clipped straight-through",
-        ),
-        (lambda: LinearRecipe(None, get_format("intx4-g32-hqq"), weight_scales="static"), "HQQ fits scales and codes"),
+        ("int8-row", "int8-row", {"input_scales": "static"}, "one scale for the whole"),
+        (None, "int8-row", {"input_scales": "static"}, "got high precision"),
+        (None, "nvfp4", {"weight_scales": "learned"}, "learned scales are for integers"),
+        (None, "int4-g32", {"weight_scales": "learned"}, "learned scales are for integers"),
+        (None, "int8-row", {"weight_scales": "frozen"}, "weight_scales is one of"),
+        (None, "int4-g32", {"straight_through": "clipped", "weight_scales": "static"}, "no clipped straight-through"),
+        (None, "intx4-g32-hqq", {"weight_scales": "static"}, "HQQ fits scales and codes"),
     ],
-    ids=["static-row", "static-none", "learned-nvfp4", "learned-int4", "unknown", "clipped-int4", "hqq"],
 )
-def test_recipes_that_cannot_be(make: object, says: str) -> None:
+def test_recipes_that_cannot_be(activation: str | None, weight: str, options: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        make()
+        LinearRecipe(None if activation is None else get_format(activation), get_format(weight), **options)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.transform_cases import sylvester
 from torch import Tensor
 
 from aoquant import get_format
@@ -215,13 +216,6 @@ def test_awkward_values(name: str, dtype: torch.dtype) -> None:
 # Rotation
 
 
-def sylvester(n: int) -> Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < n:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    return h / math.sqrt(n)
-
-
 def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return Rotation(len(signs)).apply(x, False, signs)
 
@@ -229,7 +223,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_rotation_is_sylvesters_after_the_signs(size: int) -> None:
     x, signs = torch.randn(3, 2 * size), Random(fresh_state(0, "a"), 0).signs(size)
-    want = (x.double().view(3, 2, size) * signs.double()) @ sylvester(size)
+    want = (x.double().view(3, 2, size) * signs.double()) @ sylvester(size) / math.sqrt(size)
     torch.testing.assert_close(rotate(x, signs).double(), want.view(3, -1), rtol=1e-5, atol=1e-6)
 
 

@@ -17,7 +17,7 @@ _CONTEST = _of(
     "formats/test_four_over_six.py",
     "options_that_there_are_not", "ties_after_the_shift", "an_amax_from_elsewhere", "blocks_at_the_edges",
     "nan_and_inf_stay_in_their_block", "the_scale_for_four_is_one_and_a_half_times_the_unrounded_scale_for_six",
-    "an_absmax_below_the_smallest_bfloat16_counts_as_that", "tiles_and_the_whole_have_the_same_bytes",
+    "an_absmax_below_the_smallest_bfloat16_counts_as_that",
     "rounding_to_values_is_rounding_to_codes", "floored_blocks_hold_no_four_under_the_smallest_scale",
     "rows_of_any_length_are_looked_at", "bytes_are_the_oracles",
 )  # fmt: skip
@@ -138,7 +138,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ops/codec/reference.py": (*_CODEC, *_of("ops/test_codec.py", "transposed_codes_are_those_of_the_transpose")),
     "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
     "ops/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
-        "ops/test_codec.py::test_tiles_are_the_whole", "formats/test_four_over_six.py::test_tiles_and_the_whole_have_the_same_bytes"),
+        "ops/test_codec.py::test_tiles_are_the_whole"),
     "ops/router.py": ("model/test_routes.py", *_of(
         "ops/test_ops.py",
         "explain_gives_every_backend_a_verdict_and_one_runs", "explain_names_the_shape_that_a_kernel_refuses",
