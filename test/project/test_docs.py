@@ -35,8 +35,7 @@ BLOCK = re.compile(
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 4
 WIDTH, ROW, README, GLOSSARY, GUIDE = 120, 400, 100, 35, 20
-DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))
-FIGURES = DRAW["FIGURES"]
+FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
 ELLIPSIS = "…"
 
 
@@ -152,35 +151,6 @@ def test_the_glossary_is_short_and_has_each_term_once() -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_what_its_script_draws(name: str) -> None:
     assert (DOCS / "figures" / name).read_text(encoding="utf-8") == FIGURES[name]()
-
-
-def test_bits_are_drawn_with_torchao_beside_ours() -> None:
-    row = {
-        "plain": "True",
-        "published": "True",
-        "loss": "kl",
-        "float": "30",
-        "PTQ": "40",
-        "bits": "4.25",
-        "against": "",
-        "as prepared": "",
-    }
-    rows = [
-        {**row, "row": "theirs", "kind": "torchao", "QAT": "34", "plain": "False"},
-        {**row, "row": "ours", "kind": "aoquant", "QAT": "32", "against": "theirs"},
-    ]
-    drawn = DRAW["bits_of"]([*rows, {**rows[1], "published": "False", "row": "not chosen"}])
-    assert ">ours<" in drawn and ">32.0<" in drawn and "not chosen" not in drawn
-    far = DRAW["bits_of"]([*rows, {**rows[1], "PTQ": "400", "row": "far", "bits": "2.5"}])
-    assert ">PTQ 400<" in far and far.count('r="4" class="ptq"') == 1  # beside the axis, whose scale stays
-    (ptq,), (qat,) = (
-        re.findall(rf'cx="([0-9.]+)" cy="92" r="[45]" class="{style}"', drawn) for style in ("ptq", "qat")
-    )
-    assert 'class="hollow"' not in drawn and 'class="hollow"' in DRAW["bits_of"](
-        [{**rows[0], "as prepared": "x", "plain": "False"}, rows[1]]
-    )
-    torchao = float(re.findall(r'<rect x="([0-9.]+)" y="83" width="6" height="18" class="float"', drawn)[0]) + 3
-    assert float(qat) < torchao < float(ptq)  # lower perplexity lies to the left
 
 
 def test_the_pages_name_every_torchao_config() -> None:

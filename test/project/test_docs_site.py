@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import io
 import logging
-import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,6 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 ROOT = Path(__file__).parents[2]
-LISTED: Any = runpy.run_path(str(ROOT / "docs" / "site" / "docstrings.py"))["listed"]
 
 
 def site(folder: Path, page: str) -> Path:
@@ -40,12 +37,6 @@ def site(folder: Path, page: str) -> Path:
     (folder / "theme" / "main.html").write_text("{{ page.content }}")
     build(load_config(str(folder / "mkdocs.yml"), strict=True))
     return folder / "site"
-
-
-def test_warnings_of_the_build_are_errors() -> None:
-    """`--quiet` would hide warnings from `--strict`, and the build would pass with dead links."""
-    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "mkdocs build" in line)
-    assert "--strict" in command and "--quiet" not in command and "-q" not in command.split()
 
 
 def test_links_to_repository_files_lead_to_copies(tmp_path: Path) -> None:
@@ -76,18 +67,3 @@ def test_a_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     finally:
         logger.removeHandler(handler)
     assert "loads nothing from elsewhere" in said.getvalue()
-
-
-def test_known_names_become_a_list() -> None:
-    text = "Sum.\n\na: one,\n    and more. b, c: two.\nnote: no name.\n\nRaises:\n    ValueError: never.\n"
-    assert LISTED(text, {"a", "b", "c"}).split("\n") == [
-        "Sum.",
-        "",
-        "- `a`: one,",
-        "  and more.",
-        "- `b, c`: two.",
-        "  note: no name.",
-        "",
-        "Raises:",
-        "    ValueError: never.",
-    ]

@@ -42,24 +42,6 @@ def test_every_kernel_was_checked_or_is_named_as_not_checked() -> None:
     assert [name for name in unchecked if f"`{name.rpartition('::')[2]}`" not in page] == []
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        (
-            "void aoquant::decode::kernel<1, __nv_bfloat16, 1, 2, 8, 3, 1>(aoquant::decode::Several<1>)",
-            "decode::kernel",
-        ),
-        ("at void aoquant::(anonymous namespace)::encode_kernel<float, (int)2>(aoquant::Args)+0x40", "encode_kernel"),
-        ("void at::native::vectorized_elementwise_kernel<4>(int)", None),
-        ("_encode_blocks", "triton::_encode_blocks"),
-        ("at _matmul+0x1230 in ggml_matmul.py:80", "triton::_matmul"),
-        ("void cutlass::Kernel2<_matmul_like>(int)", None),
-    ],
-)
-def test_names_of_kernels(written: str, name: str | None) -> None:
-    assert sanitize.named(written) == name
-
-
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 16 bytes
 =========     at void aoquant::decode::rows_kernel<(int)1>(aoquant::DecodeArgs)+0x1230 in decode_rows.cuh:132
@@ -87,21 +69,6 @@ def test_reports_are_counted_by_kernel() -> None:
     assert sanitize.reports(RACECHECK) == Counter({"decode::tiles": 1, "fitted::kernel": 1})
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     assert not sanitize.reports(clean) and not sanitize.reports("")
-
-
-def test_a_run_of_some_cases_keeps_the_rows_of_other_kernels(tmp_path: Path) -> None:
-    """And of other tools."""
-    old = [
-        {"kernel": k, "tool": t, "errors": "0", "date": "old"} for k in ("a", "b") for t in ("memcheck", "racecheck")
-    ]
-    file = tmp_path / "sanitize.csv"
-    with file.open("w", newline="") as out:
-        writer = csv.DictWriter(out, old[0])
-        writer.writeheader()
-        writer.writerows(old)
-    new = [{"kernel": "b", "tool": "memcheck", "errors": "1", "date": "new"}]
-    assert sanitize.kept(file, new) == [old[0], old[1], old[3]]
-    assert sanitize.kept(file, new, ["memcheck"]) == [old[1], old[3]]
 
 
 def test_cases_of_triton_are_formats_products_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
-from types import ModuleType
 
-import pytest
 from support import forked
 
 ROOT = Path(__file__).parents[2]
 SLACK = 0.1
-
-
-@pytest.fixture
-def walk(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("walk")
 
 
 def test_the_table_of_walks_is_up_to_date() -> None:
@@ -31,34 +22,6 @@ def test_the_table_of_walks_is_up_to_date() -> None:
     for step, numbers in counted.items():
         for now, written in zip(map(int, numbers.split()), said[step], strict=True):
             assert abs(now - written) <= max(1, SLACK * written), (step, numbers, said[step])
-
-
-def test_calls_in_the_numbers_are_counted_apart(
-    walk: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """outer -> arithmetic -> inner: three calls in three files, of which two are outside the numbers."""
-    monkeypatch.setattr(walk, "HOME", tmp_path)
-    names: dict[str, object] = {}
-    files = {
-        "a.py": "inner = lambda: 1",
-        "formats/b.py": "arithmetic = lambda: inner()",
-        "c.py": "outer = lambda: arithmetic()",
-    }
-    for name, code in files.items():
-        exec(compile(code, str(tmp_path / name), "exec"), names)
-    counts = walk.walked(names["outer"])
-    assert (counts.all_calls, counts.all_files, counts.all_depth) == (3, 3, 3)
-    assert (counts.calls, counts.functions, counts.files, counts.depth) == (2, 2, 2, 2)
-
-
-def test_circles_are_found_between_files_and_between_siblings(walk: ModuleType) -> None:
-    line = [("p", "p.a"), ("p.a.x", "p.b.y"), ("p.b.y", "p.c")]
-    assert walk.circles(line) == walk.circles_of_siblings(line) == []
-    back = [*line, ("p.b.z", "p.a.w")]  # no file reaches itself, but packages a and b do
-    assert walk.circles(back) == [] and walk.circles_of_siblings(back) == [["p.a", "p.b"]]
-    closed = [*line, ("p.c", "p.a.x")]
-    assert walk.circles(closed) == [["p.a.x", "p.b.y", "p.c"]]
-    assert walk.circles_of_siblings(closed) == [["p.a", "p.b", "p.c"]]
 
 
 def test_the_house_is_counted() -> None:
