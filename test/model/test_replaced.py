@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from aoquant import AoquantWarning, PackedTensor, QATConfig, get_recipe, quantize_, unpack_, unprepare
 
-SAID = "have been replaced or removed since, and are not converted: "
+SAID = "replaced or removed since"
 CONVERT = QATConfig(step="convert")
 
 
@@ -28,11 +28,17 @@ def everything(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding)
 
 
-def prepared(tied: bool = False) -> LlamaForCausalLM:
+def prepared(tied: bool = False, chosen: Any = everything) -> LlamaForCausalLM:
     """Embedding and head too."""
     model = llama(tied, attention_bias=False, **NARROW)
-    quantize_(model, QATConfig("int4-g32"), everything)
+    quantize_(model, QATConfig("int4-g32"), chosen)
     return model
+
+
+def silently(model: Any, config: Any = CONVERT, chosen: Any = None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, config, chosen, strict=True)
 
 
 def resize(model: Any) -> None:
@@ -73,14 +79,17 @@ CHANGES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("chosen", [everything, lambda m, name: isinstance(m, nn.Linear)], ids=["all", "linear"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_convert_names_what_is_not_there_any_more(change: str) -> None:
-    """And strict leaves the model as it is."""
-    model = prepared()
+def test_convert_names_what_is_not_there_any_more(change: str, chosen: Any) -> None:
+    """And strict leaves the model as it is; a list of blocks is named, too, above which nothing is prepared."""
+    model = prepared(chosen=chosen)
     alter, names = CHANGES[change]
+    if chosen is not everything and "Embedding" in names[0]:
+        return
     alter(model)
     classes = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=f"^strict: {len(names)} module.s. that were prepared {SAID}") as error:
+    with pytest.raises(ValueError, match=f"^strict: {len(names)} .*{SAID}") as error:
         quantize_(model, CONVERT, strict=True)
     assert all(name in str(error.value) for name in names)
     assert [type(m) for m in model.modules()] == classes
@@ -88,17 +97,6 @@ def test_convert_names_what_is_not_there_any_more(change: str) -> None:
         quantize_(model, CONVERT)
     text = next(str(w.message) for w in said if SAID in str(w.message))
     assert text.startswith(f"{len(names)} module(s)") and all(name in text for name in names)
-
-
-@pytest.mark.parametrize("change", ["an empty stack", "a stack without layers"])
-def test_the_list_is_named_where_the_model_above_it_holds_nothing_prepared(change: str) -> None:
-    model = llama(False, attention_bias=False, **NARROW)
-    quantize_(model, QATConfig("int4-g32"), lambda m, name: isinstance(m, nn.Linear))
-    alter, names = CHANGES[change]
-    alter(model)
-    with pytest.raises(ValueError, match=f"^strict: {len(names)} module.s. that were prepared {SAID}") as error:
-        quantize_(model, CONVERT, strict=True)
-    assert all(name in str(error.value) for name in names) and "model (now" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -125,26 +123,18 @@ def test_a_part_of_a_model_has_its_own_record() -> None:
 def test_a_tied_pair_that_was_resized_stays_prepared() -> None:
     model = prepared(tied=True)
     resize(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quantize_(model, CONVERT, strict=True)
+    silently(model)
     assert isinstance(model.lm_head.weight, PackedTensor) and model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_stacked_experts() -> None:
+@pytest.mark.parametrize("unpacked", [False, True], ids=["prepared", "unpacked"])
+def test_stacked_experts(unpacked: bool) -> None:
     model, other = model_of("qwen3-moe"), model_of("qwen3-moe")
-    quantize_(model, get_recipe("mxfp4-experts").prepare())
+    quantize_(model, "mxfp4-experts" if unpacked else get_recipe("mxfp4-experts").prepare())
+    if unpacked:
+        unpack_(model)
     model.model.layers[1].mlp.experts = other.model.layers[1].mlp.experts
-    with pytest.warns(AoquantWarning, match=r"model.layers.1.mlp \(now|model.layers.1.mlp.experts \(now"):
-        quantize_(model, CONVERT)
-
-
-def test_experts_and_layers_that_were_unpacked() -> None:
-    model, other = model_of("qwen3-moe"), model_of("qwen3-moe")
-    quantize_(model, "mxfp4-experts")
-    unpack_(model)
-    model.model.layers[0].mlp.experts = other.model.layers[0].mlp.experts
-    with pytest.warns(AoquantWarning, match=r"model.layers.0.mlp"):
+    with pytest.warns(AoquantWarning, match=r"model\.layers\.1\.mlp"):
         quantize_(model, CONVERT)
 
 
@@ -174,9 +164,7 @@ def started_anew(model: Any) -> Any:
 @pytest.mark.parametrize("way", [merged, prepared_again, in_two_steps, started_anew, copy.deepcopy])
 def test_nothing_is_said_where_everything_is_there(way: Callable[[Any], Any]) -> None:
     model = way(prepared())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quantize_(model, CONVERT, strict=True)
+    silently(model)
 
 
 def test_what_a_filter_or_a_name_leaves_out_is_known() -> None:
@@ -188,9 +176,7 @@ def test_what_a_filter_or_a_name_leaves_out_is_known() -> None:
     ):
         model = prepared()
         resize(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            quantize_(model, config, chosen, strict=True)
+        silently(model, config, chosen)
 
 
 def test_a_convert_forgets() -> None:
@@ -200,6 +186,4 @@ def test_a_convert_forgets() -> None:
     model.lm_head = nn.Linear(64, 32, dtype=torch.bfloat16)
     model.model.layers[0].mlp.up_proj = nn.Linear(64, 96, dtype=torch.bfloat16)
     quantize_(model, QATConfig("int4-g32"), lambda m, name: name == "model.layers.0.mlp.up_proj")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quantize_(model, CONVERT)
+    silently(model)
