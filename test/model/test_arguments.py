@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from support.moe_models import model_of
+from torch import Tensor, nn
+from torchao.quantization import FqnToConfig
 
 import aoquant
-from aoquant import LinearRecipe, QATConfig, get_format, quantize_
+from aoquant import HybridConfig, Int8WeightConfig, LinearRecipe, QATConfig, calibrate, get_format, quantize_
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 
 IDS = torch.arange(4)
@@ -70,58 +73,45 @@ def test_every_public_function_that_takes_a_model_is_here() -> None:
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("place", MODELS, ids="-".join)
 def test_what_is_no_model_is_refused(place: tuple[str, str], kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{place[1]} must be an nn.Module, got {kind}: give the model itself"):
+    with pytest.raises(ValueError, match=rf"^{place[1]} .*{kind}"):
         MODELS[place](WRONG[kind])
 
 
-@pytest.mark.parametrize("function", [full_state_dict, quantized_all_gather])
-def test_what_is_no_model_is_refused_on_several_devices(function: Callable[[Any], object]) -> None:
-    with pytest.raises(ValueError, match=r"^model must be an nn.Module, got list: "):
-        function([prepared()])
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "^model .*list: ": lambda at: full_state_dict([prepared()]),
+    "^model .* list: ": lambda at: quantized_all_gather([prepared()]),
+    "^directory .*Sequential": lambda at: aoquant.load_pretrained(prepared()),
+    "^directory .*NoneType": lambda at: aoquant.save_pretrained(prepared(), None),
+    "^model .*list": lambda at: aoquant.export([1], at),
+    "^directory .* NoneType": lambda at: aoquant.export(prepared(), None),
+    "^model .*Sequential": lambda at: aoquant.convert_checkpoint(prepared(), "int8", at),
+    "^out .*NoneType": lambda at: aoquant.convert_checkpoint(at, "int8", None),
+    "filter_fn .*str": lambda at: quantize_(prepared(), "nvfp4", filter_fn="0"),
+    "recipe .*QATConfig": lambda at: aoquant.get_recipe(QATConfig("nvfp4")),
+    "format .*list": lambda at: get_format(["nvfp4"]),
+    "operand .*'nvfp4'": lambda at: LinearRecipe(None, "nvfp4"),
+    "operand .* 'nvfp4'": lambda at: LinearRecipe("nvfp4", get_format("nvfp4")),
+    "packed_experts .*QATL": lambda at: aoquant.packed_experts(prepared()[0]),
+    "packed_experts .*Tensor": lambda at: aoquant.packed_experts(IDS),
+    "packed_linear: codes .*list": lambda at: aoquant.packed_linear([1], IDS, format="nvfp4"),
+    "packed_linear: scale .*NoneType": lambda at: aoquant.packed_linear(IDS, None, format="nvfp4"),
+    "packed_linear: bias .*list": lambda at: aoquant.packed_linear(IDS, IDS, bias=[0], format="nvfp4"),
+    "backward .*quartet": lambda at: QATConfig("nvfp4", backward="quartet3"),
+    r"size .*16\.0": lambda at: aoquant.Hadamard(16.0),
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda at: aoquant.load_pretrained(prepared()), "directory must be a checkpoint folder, got Sequential"),
-        (lambda at: aoquant.save_pretrained(prepared(), None), "directory must be the folder to write, got NoneType"),
-        (lambda at: aoquant.export([1], at), "model must be a converted model or the folder of one, got list"),
-        (lambda at: aoquant.export(prepared(), None), "directory must be the folder to write, got NoneType"),
-        (lambda at: aoquant.convert_checkpoint(prepared(), "int8", at), "model must be a model folder, got Sequential"),
-        (lambda at: aoquant.convert_checkpoint(at, "int8", None), "out must be the folder to write, got NoneType"),
-    ],
-)
-def test_what_is_no_path_is_refused(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^{message}: give a path, a str or os.PathLike$"):
-        call(tmp_path / "new")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_arguments_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=name):
+        OTHERS[name](tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: aoquant.get_recipe(QATConfig("nvfp4")), "a recipe is named by a string, such as 'nvfp4', got QATConfig"),
-        (lambda: get_format(["nvfp4"]), "a format is named by a string, such as 'nvfp4', got list"),
-        (lambda: LinearRecipe(None, "nvfp4"), "an operand is made of a format, such as .*, got 'nvfp4'"),
-        (lambda: LinearRecipe("nvfp4", get_format("nvfp4")), "an operand is made of a format, such as .*, got 'nvfp4'"),
-        (lambda: aoquant.packed_experts(prepared()[0]), r"packed_experts takes a list of PackedTensors \(N, K\), got QATL"),
-        (lambda: aoquant.packed_experts(IDS), r"packed_experts takes a list of PackedTensors \(N, K\), got Tensor"),
-        (lambda: aoquant.packed_linear([1], IDS, format="nvfp4"), "packed_linear: codes must be a tensor, got list"),
-        (lambda: aoquant.packed_linear(IDS, None, format="nvfp4"), "packed_linear: scale must be a tensor, got NoneType"),
-        (lambda: aoquant.packed_linear(IDS, IDS, bias=[0], format="nvfp4"), "packed_linear: bias must be a tensor, got l"),
-    ],
-)  # fmt: skip
-def test_other_arguments_are_refused_by_name(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_a_converted_model_is_not_converted_again() -> None:
     model = prepared()
     quantize_(model, QATConfig(step="convert"))
-    with pytest.raises(
-        ValueError, match=r"no layer is prepared, and 1 weight\(s\), such as 0.weight, are packed already"
-    ):
+    with pytest.raises(ValueError, match=r"0.weight"):
         quantize_(model, QATConfig(step="convert"))
 
 
@@ -135,3 +125,42 @@ def test_fixed_weights_leaves_a_model_without_prepared_layers_alone(form: str) -
     with aoquant.fixed_weights(model):
         assert torch.equal(model(x), want)
     assert torch.equal(model(x), want)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "torchao-int8", "torchao-fp8"])
+def test_codes_are_not_loaded_into_a_prepared_layer(name: str, assign: bool) -> None:
+    prepared = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    quantize_(prepared, aoquant.get_recipe(name).prepare())
+    converted = copy.deepcopy(prepared)
+    quantize_(converted, QATConfig(step="convert"))
+    with pytest.raises(ValueError, match=r"^0\.weight: "):
+        prepared.load_state_dict(converted.state_dict(), assign=assign)
+    assert type(prepared[0].weight) is nn.Parameter
+
+
+class OneInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_a_batch_with_labels_is_told_of_its_parts() -> None:
+    model = OneInput()
+    quantize_(model, QATConfig(Int8WeightConfig(activation="int8-tensor-static"), step="prepare"))
+    x, y = torch.randn(4, 32), torch.randn(4)
+    with pytest.raises(ValueError, match=r"2 parts .*OneInput"):
+        calibrate(model, [(x, y)])
+    calibrate(model, [(x,), [x], {"x": x}, x])
+    assert model.linear.calibrated  # type: ignore[union-attr]
+
+
+def test_delayed_scaling_of_experts_is_refused_as_such() -> None:
+    config = HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=4)
+    experts = FqnToConfig({r"re:.*experts\.(gate_up_proj|down_proj)": config})
+    with pytest.raises(ValueError, match="history"):
+        quantize_(model_of("mixtral"), experts)

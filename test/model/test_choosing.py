@@ -51,47 +51,24 @@ def test_a_gpu_without_a_name_is_any_of_them() -> None:
     assert set(recipes("gpu cpu")) == {*recipes("gpu"), *recipes("cpu")}
 
 
-def test_a_line_names_the_gpu_that_it_was_asked_for() -> None:
-    """In its first cell, as one from A to B, or it says that it is for any."""
-    in_order = ["ampere", "ada", "hopper", "blackwell"]
-    for device in in_order:
-        for choice in choosing.find(device):
-            words = choice.where.lower()
-            named = [d for d in in_order if d in words]
-            if " to " in words:
-                named = in_order[in_order.index(named[0]) : in_order.index(named[-1]) + 1]
-            assert device in named or not named, (device, choice.where)
+REFUSED = {
+    "vllmm h100": "'vllmm' .*vllm",
+    "hoper": "'hoper' .*hopper",
+    "": "--for",
+    "for a": "'for a'",
+    "vllm training": "'training'",
+    "vllm MI300X": "'mi300x'",
+    "TensorRT-LLM b200": "'tensorrt-llm'",
+    "nvidia tesla t4": "'t4'",
+    "llama.cpp h100": "llama.cpp and hopper",
+    "gguf on a gpu": "llama.cpp and a GPU",
+    "gguf b200 ada ptq": "llama.cpp and ada or blackwell",
+}
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ("vllmm h100", "got 'vllmm' \\(near it: vllm"),
-        ("vllm g300", r"got 'g300' \(near it: gb300\); engines"),
-        ("vlm", r"got 'vlm' \(near it: vllm\)"),
-        ("hoper", r"got 'hoper' \(near it: hopper\)"),
-        ("llama-cp", r"got 'llama-cp' \(near it: llama-cpp, llamacpp\)"),
-        ("nvida", r"got 'nvida' \(near it: nvidia\)"),
-        ("", "--for takes an engine, a GPU or CPU, and ptq for no training, got ''; engines"),
-        ("for a", "--for takes an engine, a GPU or CPU, and ptq for no training, got 'for a'; engines"),
-    ],
-)
-def test_words_that_choose_nothing_are_refused(asked: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        choosing.find(asked)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ("llama.cpp h100", "hopper together; for llama.cpp: cpu; for hopper: pytorch, transformers, vllm, sglang, torchao"),
-        ("llama.cpp mac", "arm together; for llama.cpp: cpu; for arm: pytorch, transformers, torchao"),
-        ("gguf on a gpu", "a GPU together; for llama.cpp: cpu; for a GPU: pytorch, transformers, vllm, sglang, torchao"),
-        ("gguf b200 ada ptq", "ada or blackwell together, without training; for llama.cpp: cpu; for ada or blackwell: pytorch"),
-    ],
-)  # fmt: skip
-def test_a_pair_without_a_recipe_says_what_each_has(asked: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^no recipe is for llama.cpp and {said}"):
+@pytest.mark.parametrize("asked", REFUSED)
+def test_words_that_choose_nothing_are_refused_by_name(asked: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[asked]):
         choosing.find(asked)
 
 
@@ -107,26 +84,6 @@ def test_what_is_said_of_a_pair_is_found(engine: str, device: str) -> None:
             assert choosing.find(f"{engine} {other}")
         for other in of_device.split(", "):
             assert choosing.find(f"{other} {device}")
-
-
-@pytest.mark.parametrize("word", ["training", "qat", "moe", "int4", "mi350"])
-def test_a_word_like_none_has_no_hint(word: str) -> None:
-    with pytest.raises(ValueError, match=f"got '{word}'; engines: pytorch, .*; devices: hopper, "):
-        choosing.find(f"vllm {word}")
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ("vllm MI300X", "--for got 'mi300x': AMD GPUs have no recipe yet; engines: "),
-        ("amd gpu", "--for got 'amd': AMD GPUs have no recipe yet"),
-        ("TensorRT-LLM b200", "--for got 'tensorrt-llm': TensorRT-LLM has no recipe yet"),
-        ("nvidia tesla t4", "--for got 't4': Turing and older have no recipe: Ampere is the oldest"),
-    ],
-)
-def test_what_has_no_recipe_is_said(asked: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
-        choosing.find(asked)
 
 
 def test_every_choice_and_every_measurement_is_a_recipe() -> None:
@@ -159,16 +116,10 @@ def test_the_numbers_are_those_of_the_committed_table() -> None:
     for recipe, m in choosing.measured().items():
         found = tuple(float(rows[recipe][name]) for name in ("float", "PTQ", "QAT", "seeds"))
         assert (m.float_model, m.ptq, m.qat, m.seeds) == pytest.approx(found, abs=6e-4), recipe
-    cells = {row[2]: row[-4:] for row in choosing.rows(code=False)}
-    assert cells["vllm-fp8"] == ("8.05", "1.005", "1.002", "3")
-    assert cells["vllm-nvfp4-weight"] == ("not measured", "", "", "")
 
 
 def test_the_command_prints_measurements_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["recipes", "--for", "transformers h100"])
-    printed = capsys.readouterr().out
-    table, _, caption = printed.partition("\n\n")
-    assert "| int4-g32" in table and choosing.source() in " ".join(caption.split())
-    assert max(map(len, caption.splitlines())) <= 100 < len(choosing.source())
-    m = choosing.measured()["int4-g32"]
-    assert f"{m.qat / m.float_model:.3f}" in printed and "not measured" in choosing.markdown()
+    printed, m = capsys.readouterr().out, choosing.measured()["int4-g32"]
+    assert "| int4-g32" in printed and choosing.source() in " ".join(printed.split())
+    assert f"{m.qat / m.float_model:.3f}" in printed
