@@ -22,7 +22,7 @@ PREPARE = QATConfig(Int4WeightConfig(32), step="prepare")
 @pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
 def test_a_weight_that_a_hook_recomputes_is_refused(norm: str) -> None:
     model = nn.Sequential(getattr(nn.utils, norm)(nn.Linear(64, 64)))
-    with pytest.raises(ValueError, match=rf"0 \(64, 64\): .*recomputes its weight.*torch.nn.utils.remove_{norm}"):
+    with pytest.raises(ValueError, match=rf"0 \(64, 64\): .*remove_{norm}"):
         quantize_(model, PREPARE)
     getattr(nn.utils, f"remove_{norm}")(model[0])
     quantize_(model, PREPARE)
@@ -51,9 +51,7 @@ def test_a_parametrized_layer_is_not_left_in_fake_quantisation() -> None:
     quantize_(model, PREPARE)
     nn.utils.parametrizations.weight_norm(model[0])
     y = model(x)
-    with pytest.raises(
-        ValueError, match=r"^0: is prepared, .*its weight since.*remove_parametrizations\(layer, 'weight'\)"
-    ):
+    with pytest.raises(ValueError, match=r"^0: .*remove_parametrizations"):
         quantize_(model, QATConfig(step="convert"))
     assert torch.equal(model(x), y)
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
@@ -106,10 +104,9 @@ def test_a_copy_whose_forward_runs_the_original_is_refused_with_what_to_do(wrap:
     model.forward = wrap(model.forward)
     model(x)
     copied = copy.deepcopy(model)
-    message = r"forward of this Model is a replacement that calls another Model.*\(del model.forward\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"Model .*del model.forward"):
         quantize_(copied, QATConfig(step="convert"))
-    with pytest.raises(ValueError, match=f"model_b: {message}"):
+    with pytest.raises(ValueError, match=r"model_b: .*del model.forward"):
         report(model, copied, x)
     del copied.forward
     quantize_(copied, QATConfig(step="convert"))
@@ -141,5 +138,5 @@ def test_verify_says_which_model_does_not_run_a_layer() -> None:
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
     model.skips = True
-    with pytest.raises(ValueError, match=r"up: .*its forward ran 0 time\(s\) in model_a and 1 in model_b"):
+    with pytest.raises(ValueError, match=r"up: .*0 .*model_a and 1 in model_b"):
         verify(model, converted, torch.randn(2, 64))

@@ -61,16 +61,11 @@ def test_every_parameter_is_in_one_group_and_scales_have_their_own(config: Any) 
     assert sorted(every) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     scales = {id(p) for n, p in model.named_parameters() if n.endswith(("input_scale", "weight_scale"))}
     assert len(scales) >= 7 and {id(p) for p in groups["scales"]["params"]} == scales
-    assert {n: g["weight_decay"] for n, g in groups.items()} == {
-        "matrices": 0.1,
-        "others": 0.1,
-        "vectors": 0.0,
-        "scales": 0.0,
-    }
+    decays = {n: g["weight_decay"] for n, g in groups.items()}
+    assert decays == {"matrices": 0.1, "others": 0.1, "vectors": 0.0, "scales": 0.0}
     assert groups["scales"]["lr"] == 1e-5 and "lr" not in groups["matrices"]
-    assert {p.dim() for p in groups["matrices"]["params"]} == {2} and {
-        p.dim() for p in groups["vectors"]["params"]
-    } == {1}
+    dims = {n: {p.dim() for p in groups[n]["params"]} for n in ("matrices", "vectors")}
+    assert dims == {"matrices": {2}, "vectors": {1}}
     others = {id(p) for p in groups["others"]["params"]}
     assert others == {id(model.lm_head.weight), id(model.model.embed_tokens.weight)}
 
@@ -104,7 +99,7 @@ def test_stacked_experts_tied_weights_and_empty_groups() -> None:
     "options", [{"weight_decay": -0.1}, {"scale_lr": -1.0}, {"weight_decay": float("nan")}], ids=str
 )
 def test_bad_numbers_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=rf"parameter_groups: {next(iter(options))} must be 0 or more"):
+    with pytest.raises(ValueError, match=next(iter(options))):
         aoquant.parameter_groups(nn.Linear(4, 4), **options)
 
 
@@ -126,19 +121,15 @@ def test_trainer_does_not_decay_scales(config: Any, tmp_path: Path) -> None:
 def test_trainer_warns_of_an_optimizer_that_moves_scales_as_matrices(kind: str, tmp_path: Path) -> None:
     model = prepared(Int8WeightConfig())
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.1)
-    message = r"AdamW|AcceleratedOptimizer.* decays 7 learned scale\(s\), such as model.layers.0.self_attn.q_proj.weight_scale, towards"
     if kind == "muon":
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], 1e-6, weight_decay=0.0)
-        message = r"takes 7 learned scale\(s\), such as .*q_proj.weight_scale, for matrices"
-    with pytest.warns(AoquantWarning, match=message):
+    with pytest.warns(AoquantWarning, match=r"7 .*q_proj\.weight_scale"):
         trainer(model, tmp_path, optimizer).train()
-    groups = aoquant.parameter_groups(prepared(Int8WeightConfig()), weight_decay=0.1)
-    assert not any(g["weight_decay"] for g in groups if g["name"] == "scales")
 
 
 @pytest.mark.parametrize("value", [0.0, -1e-4])
 def test_a_scale_that_is_not_positive_is_told_at_log_save_and_convert(value: float, tmp_path: Path) -> None:
-    told = r"1 learned scale\(s\) are not positive, such as model.layers.0.mlp.up_proj.weight_scale .*aoquant.parameter_groups"
+    told = r"not positive.*model\.layers\.0\.mlp\.up_proj\.weight_scale"
     model = prepared(Int8WeightConfig())
     model.model.layers[0].mlp.up_proj.weight_scale.data[3] = value
     frozen = torch.optim.SGD(model.parameters(), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,31 +67,9 @@ def test_log_probabilities_are_equal_after_a_step(name: str) -> None:
     with torch.no_grad():
         wanted = prepared(IDS).logits.log_softmax(-1)
         assert not torch.equal(converted(IDS).logits.log_softmax(-1), wanted)
-        assert refresh_(converted, prepared) >= 14
+        assert refresh_(converted, prepared) == (15 if "tied" in name else 14)
         assert torch.equal(converted(IDS).logits.log_softmax(-1), wanted)
     assert tensors == [t.data_ptr() for w in packed(converted).values() for t in (w.qdata, w.scale) if t is not None]
-
-
-def test_layers_of_the_copy_without_a_prepared_one_are_refused() -> None:
-    converted, prepared = pair(CONFIGS["int4"])
-    before = [w.qdata.clone() for w in packed(converted).values()]
-    step(prepared)
-    short = copy.deepcopy(prepared)
-    del short.model.layers[1]
-    with pytest.raises(ValueError, match=r"7 converted layer.*have no prepared one.*layers\.1\.self_attn\.q_proj"):
-        refresh_(converted, short)
-    part = llama()
-    mlp = FqnToConfig({r"re:.*mlp\..*": QATConfig(CONFIGS["int4"], step="prepare")})
-    quantize_(part, mlp)
-    with pytest.raises(ValueError, match=r"8 converted layer.*have no prepared one.*layers\.0\.self_attn\.q_proj"):
-        refresh_(converted, part)
-    assert all(torch.equal(a, w.qdata) for a, w in zip(before, packed(converted).values(), strict=True))
-    assert refresh_(converted, prepared) == 14
-
-
-def test_tied_weights_are_counted_once() -> None:
-    converted, prepared = pair(CONFIGS["embedding and tied head"], tied=True)
-    assert refresh_(converted, prepared) == 15
 
 
 def test_compiled_code_of_the_copy_stays_valid() -> None:
@@ -119,44 +98,55 @@ def test_held_weight_scales_and_static_inputs() -> None:
         refresh_(converted, prepared)
         assert torch.equal(converted(IDS).logits, prepared(IDS).logits)
     prepared.model.layers[0].mlp.up_proj.input_scale.data *= 2
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.mlp\.up_proj quantises its input as int8-tensor-static:.*convert a copy anew"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj"):
         refresh_(converted, prepared)
 
 
-def test_models_that_do_not_belong_together_are_refused() -> None:
-    converted, prepared = pair(CONFIGS["intx4"])
-    with pytest.raises(ValueError, match="the second model has no prepared layer"):
-        refresh_(prepared, converted)
-    with pytest.raises(ValueError, match="is prepared, and in the first model its weight is Parameter, no codes"):
-        refresh_(llama(), prepared)
-    other, _ = pair(CONFIGS["int4"])
-    before = [w.qdata.clone() for w in packed(other).values()]
+def short(prepared: Any) -> Any:
+    del prepared.model.layers[1]
+    return prepared
+
+
+def partly(prepared: Any) -> Any:
+    model = llama()
+    quantize_(model, FqnToConfig({r"re:.*mlp\..*": QATConfig(CONFIGS["int4"], step="prepare")}))
+    return model
+
+
+def another_norm(prepared: Any) -> Any:
+    prepared.model.norm.float()
+    return prepared
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a layer less": (short, r"layers\.1\.self_attn\.q_proj"),
+    "a part": (partly, r"layers\.0\.self_attn\.q_proj"),
+    "another format": (lambda _: pair(CONFIGS["intx4"])[1], r"q_proj .*intx4-g128.*int4-g128"),
+    "another dtype": (lambda prepared: prepared.float(), r"q_proj .*float32.*bfloat16"),
+    "another norm": (another_norm, r"model\.norm\.weight"),
+    "nothing prepared": (lambda _: pair(CONFIGS["int4"])[0], "no prepared layer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_do_not_belong_together_are_refused(case: str) -> None:
+    """And the copy keeps its codes."""
+    converted, prepared = pair(CONFIGS["int4"])
+    before = [w.qdata.clone() for w in packed(converted).values()]
     step(prepared)
-    with pytest.raises(ValueError, match=r"is prepared as \('intx4-g128', 'dequantize'.*has \('int4-g128', 'aoquant'"):
-        refresh_(other, prepared)
-    assert all(torch.equal(a, w.qdata) for a, w in zip(before, packed(other).values(), strict=True))
+    change, name = REFUSED[case]
+    with pytest.raises(ValueError, match=name):
+        refresh_(converted, change(copy.deepcopy(prepared)))
+    assert all(torch.equal(a, w.qdata) for a, w in zip(before, packed(converted).values(), strict=True))
+    with pytest.raises(ValueError, match="Parameter"):
+        refresh_(llama(), prepared)
+    assert refresh_(converted, prepared) == 14
 
 
 def test_floats_that_the_trained_model_lacks_are_refused() -> None:
     """A Llama's layers have names and shapes of Qwen3's, which has norms of q and k beside them."""
     shape = {**SMALL, "head_dim": 32}
     served = Qwen3ForCausalLM._from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
-    quantize_(served, QATConfig(CONFIGS["int4"], step="prepare"))
-    quantize_(served, QATConfig(step="convert"))
-    _, trained = pair(CONFIGS["int4"])
-    with pytest.raises(ValueError, match=r"has no model\.layers\.0\.self_attn\.q_norm\.weight, .*would keep its own"):
-        refresh_(served, trained)
-
-
-def test_another_dtype_is_refused() -> None:
-    converted, prepared = pair(CONFIGS["int4"])
-    before = packed(converted)["model.layers.0.mlp.up_proj"].qdata.clone()
-    step(prepared)
-    with pytest.raises(ValueError, match=r"q_proj is prepared as .*'float32'\), and .* has .*'bfloat16'\)"):
-        refresh_(converted, copy.deepcopy(prepared).float())
-    assert torch.equal(packed(converted)["model.layers.0.mlp.up_proj"].qdata, before)
-    prepared.model.norm.float()
-    with pytest.raises(ValueError, match=r"no model\.norm\.weight of shape \(128,\) and float32"):
-        refresh_(converted, prepared)
+    quantize_(served, CONFIGS["int4"])
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_norm\.weight"):
+        refresh_(served, pair(CONFIGS["int4"])[1])
