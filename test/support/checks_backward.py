@@ -11,29 +11,23 @@ import torch
 import torch.distributed as dist
 from support.distributed_setup import (
     BF16,
-    F32,
     HIDDEN,
     WORLD,
     Ranks,
-    batch,
     check,
     close,
     equal,
     full,
-    mlp,
     raises,
-    tensor_parallel,
-    two_of,
+    replicate,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -91,34 +85,25 @@ def step(model: nn.ModuleDict, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in parameters.items()}}
 
 
-@check(*MIXES)
-def a_quantised_backward_of_columns_is_one_processs(c: Ranks, mix: str) -> None:
-    """ColwiseParallel, two steps: y, dW and db bit for bit; dx is a sum of two rounded shares."""
+@check(*((style, mix) for style in ("columns", "rows") for mix in MIXES))
+def a_quantised_backward_of_shards_is_one_processs(c: Ranks, style: str, mix: str) -> None:
+    """Two steps. ColwiseParallel: y, dW and db bit for bit; RowwiseParallel: dx, dW and db. The other result is a sum
+    of two rounded shares.
+    """
+    columns = style == "columns"
     one, two = layer(c, mix), layer(c, mix)
-    parallelize_module(two, c.mesh, {"layer": ColwiseParallel()})
+    parallelize_module(two, c.mesh, {"layer": ColwiseParallel() if columns else RowwiseParallel()})
     x, dy = data(c)
+    exact, summed = ("y", "x") if columns else ("x", "y")
     for i in range(2):
-        want, got = step(one, x, dy), step(two, x, c.half(dy))
-        c.same(got["y"], c.half(want["y"]), f"y {i}")
+        want = step(one, x, dy)
+        got = step(two, x, c.half(dy)) if columns else step(two, c.half(x), dy)
+        c.same(got[exact], c.half(want[exact]), f"{exact} {i}")
+        close(got[summed], want[summed], f"{summed} {i}", 4)
         for name in ("weight", "bias"):
             c.same(full(got[name]), want[name], f"{name} {i}")
-        close(got["x"], want["x"], f"x {i}", 4)
     for a, b in zip(one.buffers(), two.buffers(), strict=True):
         equal(b, a, "state of random numbers")
-
-
-@check(*MIXES)
-def a_quantised_backward_of_rows_is_one_processs(c: Ranks, mix: str) -> None:
-    """RowwiseParallel: dx and dW bit for bit."""
-    one, two = layer(c, mix), layer(c, mix)
-    parallelize_module(two, c.mesh, {"layer": RowwiseParallel()})
-    x, dy = data(c)
-    for i in range(2):
-        want, got = step(one, x, dy), step(two, c.half(x), dy)
-        close(got["y"], want["y"], f"y {i}", 4)
-        c.same(got["x"], c.half(want["x"]), f"x {i}")
-        for name in ("weight", "bias"):
-            c.same(full(got[name]), want[name], f"{name} {i}")
 
 
 @check("nvfp4-training", "fp8-hybrid", "mxfp8-sr")
@@ -126,8 +111,7 @@ def a_quantised_backward_of_tokens_is_one_processs(c: Ranks, mix: str) -> None:
     """A replicated weight, each rank its tokens of every text: y and dx bit for bit; dW is a sum of two shares."""
     for dim in (0, 1):
         one, two = layer(c, mix), layer(c, mix)
-        for name, p in list(two["layer"].named_parameters()):
-            two["layer"].register_parameter(name, nn.Parameter(distribute_tensor(p, c.mesh, [Replicate()])))
+        replicate(c, two["layer"])
         x, dy = data(c)
         want = step(one, x, dy)
         x2 = distribute_tensor(x, c.mesh, [Shard(dim)])
@@ -135,31 +119,6 @@ def a_quantised_backward_of_tokens_is_one_processs(c: Ranks, mix: str) -> None:
         c.same(full(got["y"]), want["y"], f"y {dim}")
         c.same(full(got["x"]), want["x"], f"x {dim}")
         close(full(got["weight"]), want["weight"], f"weight {dim}", 4)
-
-
-@check()
-def a_quantised_backward_of_a_sequence_parallel_model(c: Ranks) -> None:
-    """Norm on shards of the tokens, gathered before up and scattered after down: as tensor parallelism alone, whose
-    layers see the same tokens.
-    """
-    one, two = two_of(mlp(c, F32))
-    for model in (one, two):
-        quantize_(model, MIXES["nvfp4-training"]())
-    tensor_parallel(c, one, use_local_output=False)
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-    parallelize_module(two, c.mesh, plan)
-    parallelize_module(two, c.mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
-    x = batch(c, F32, rows=32)
-    y1, y2 = one(x), two(x)
-    equal(y2, y1, "forward")
-    y1.square().sum().backward()
-    y2.square().sum().backward()
-    for layer in ("up", "down"):
-        equal(two.get_submodule(layer).weight.grad, one.get_submodule(layer).weight.grad, layer)
 
 
 @check("FSDP2", "HSDP", "DDP", "FSDP2 recomputed", "DDP compiled", slow=("FSDP2 compiled",))

@@ -20,11 +20,13 @@ from support.distributed_setup import (
     batch,
     check,
     close,
+    converts,
     equal,
     full,
     mlp,
     prepare,
     raises,
+    same_parameters,
     same_state,
     shard,
     tensor_parallel,
@@ -97,8 +99,7 @@ def data_parallel_training_equals_one_process(c: Ranks, how: str) -> None:
     outputs = train(c, parallel, adamw(two), 3)
     for step, (got, want) in enumerate(zip(outputs, train_alone(c, one, adamw(one), 3), strict=True)):
         equal(got, want, f"step {step}")
-    for (key, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
-        equal(p2.detach(), p1.detach(), key)
+    same_parameters(one, two)
 
 
 @check("int4", "ao.int8")
@@ -427,8 +428,4 @@ def two_dimensions(c: Ranks, data: int, tensor: int) -> None:
         close(y, want, "forward", 2)
     y.float().square().mean().backward()
     assert all(p.grad is not None for p in two.parameters())
-    quantize_(two, QATConfig(step="convert"))
-    quantize_(one, QATConfig(step="convert"))
-    with torch.no_grad():
-        equal(two(x), y, "converted")
-    same_state(full_state_dict(two), one.state_dict())
+    converts(c, one, two, x, y)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed_setup import BF16, F32, WORLD, Ranks, adamw, check, equal, full, raises
+from support.bits import unequal_parts
+from support.distributed_setup import BF16, F32, MLP, WORLD, Ranks, adamw, check, equal, raises, same_parameters
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils.checkpoint import checkpoint
 
 from aoquant import Cast, HybridConfig, Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.formats import Encoded
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 from aoquant.ops import backward
 from aoquant.parallel.gathered import GatheredWeight
@@ -49,22 +49,9 @@ SENT = {
 }
 
 
-class Net(nn.Module):
-    """A norm and two layers without bias between inputs and outputs of one width."""
-
-    def __init__(self, hidden: int, dtype: torch.dtype, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width, dtype=dtype)
-        self.up = nn.Linear(width, hidden, dtype=dtype)
-        self.down = nn.Linear(hidden, width, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(self.norm(x)).relu())
-
-
-def net(c: Ranks, name: str, hidden: int = 128, dtype: torch.dtype = BF16, width: int = WIDTH) -> Net:
+def net(c: Ranks, name: str, hidden: int = 128, dtype: torch.dtype = BF16, width: int = WIDTH) -> MLP:
     torch.manual_seed(0)
-    model = Net(hidden, dtype, width).to(c.device)
+    model = MLP(dtype, "cpu", width, hidden, width).to(c.device)
     with torch.no_grad():
         model.up.weight[-1, -1] = 3  # in the last shard alone
     quantize_(model, CONFIGS[name]())
@@ -90,8 +77,7 @@ def train(c: Ranks, model: nn.Module, steps: int = 2, micro: int = 2) -> list[Te
 def same_training(c: Ranks, one: nn.Module, two: nn.Module, what: str = "") -> None:
     for i, (want, got) in enumerate(zip(train(c, one), train(c, two), strict=True)):
         equal(got, want, f"{what} output {i}")
-    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
-        equal(full(q.detach()), full(p.detach()), f"{what} {name}")
+    same_parameters(one, two, what)
 
 
 def sharded(c: Ranks, model: nn.Module, **options: Any) -> nn.Module:
@@ -152,7 +138,7 @@ def test_20_rows_need_not_divide_the_ranks(c: Ranks, name: str) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = Net(33, BF16).to(c.device)
+        model = MLP(BF16, "cpu", WIDTH, 33, WIDTH).to(c.device)
         quantize_(model, CONFIGS[name](), filter_fn=lambda m, fqn: fqn == "up")
         models.append(sharded(c, model))
     assert quantized_all_gather(models[1]) == {"up": "rows"}
@@ -174,19 +160,11 @@ def test_19_what_is_gathered_is_the_whole_weights_encoding(c: Ranks, name: str) 
         model.up.unshard()
         w, side = model.up.weight, whole.up.prepared.recipe.weight_side
         assert isinstance(w, GatheredWeight)
-        same_codes(w.rows, whole.up.encode_weight())
+        assert not unequal_parts(w.rows, whole.up.encode_weight())
         if w.columns is not None:
-            same_codes(w.columns, backward.columns(whole.up.weight.detach(), side.backward, side.multiple))
+            columns = backward.columns(whole.up.weight.detach(), side.backward, side.multiple)
+            assert w.columns.k == columns.k and not unequal_parts(w.columns, columns)
         model.up.reshard()
-
-
-def same_codes(got: Encoded, want: Encoded) -> None:
-    assert got.k == want.k
-    for a, b in zip(got[:4], want[:4], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert a.dtype == b.dtype and a.shape == b.shape
-            assert torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @check()

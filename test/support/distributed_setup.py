@@ -17,7 +17,7 @@ import functools
 import json
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,10 +30,12 @@ from support import forked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
@@ -49,6 +51,7 @@ from aoquant import (
     QATConfig,
     quantize_,
 )
+from aoquant.integrations.distributed import full_state_dict
 
 WORLD = 2
 K, HIDDEN, N = 64, 128, 48
@@ -119,12 +122,12 @@ def raises(call: Callable[[], Any], *words: str) -> None:
 class MLP(nn.Module):
     """norm, up, activation, down: what tensor and sequence parallelism are made for."""
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, k: int = K, hidden: int = HIDDEN, n: int = N) -> None:
         super().__init__()
-        self.norm: nn.Module = nn.LayerNorm(K, dtype=dtype, device=device)
-        self.up = nn.Linear(K, HIDDEN, dtype=dtype, device=device)
+        self.norm: nn.Module = nn.LayerNorm(k, dtype=dtype, device=device)
+        self.up = nn.Linear(k, hidden, dtype=dtype, device=device)
         self.act = nn.ReLU()
-        self.down = nn.Linear(HIDDEN, N, dtype=dtype, device=device)
+        self.down = nn.Linear(hidden, n, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(self.norm(x))))
@@ -171,6 +174,46 @@ def two_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def tensor_parallel(c: Ranks, model: nn.Module, **options: Any) -> nn.Module:
     return parallelize_module(model, c.mesh, {"up": ColwiseParallel(**options), "down": RowwiseParallel()})
+
+
+def sequence_parallel(c: Ranks, model: nn.Module) -> nn.Module:
+    """Cut tokens for the norm, gather them before up and scatter them after down."""
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(model, c.mesh, plan)
+    tokens = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    return parallelize_module(model, c.mesh, tokens)
+
+
+def replicate(c: Ranks, *layers: nn.Module) -> None:
+    """Make DTensors of the layers' parameters, whole on every rank."""
+    for layer in layers:
+        for name, p in list(layer.named_parameters()):
+            layer.register_parameter(name, nn.Parameter(distribute_tensor(p, c.mesh, [Replicate()])))
+
+
+def gradients(one: nn.Module, two: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, two's and one's gradient of every parameter, gathered."""
+    for (key, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert p1.grad is not None and p2.grad is not None, key
+        yield key, full(p2.grad), full(p1.grad)
+
+
+def same_parameters(one: nn.Module, two: nn.Module, what: str = "") -> None:
+    for (key, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
+        equal(full(p2.detach()), full(p1.detach()), f"{what} {key}")
+
+
+def converts(c: Ranks, one: nn.Module, two: nn.Module, x: Tensor, want: Tensor | None, what: str = "converted") -> None:
+    """Convert both: two, sharded, computes `want` where that is given, and gathered it is one."""
+    for model in (two, one):
+        quantize_(model, QATConfig(step="convert"))
+    with torch.no_grad():
+        c.same(two(x), one(x), what) if want is None else equal(two(x), want, what)
+    same_state(full_state_dict(two), one.state_dict())
 
 
 def trace(model: nn.Module, names: tuple[str, ...] = ("up", "down")) -> dict[str, Tensor]:

@@ -304,11 +304,11 @@ def pickled() -> Iterator[tuple[str, Any]]:
     """
     for name in TRAINED:
         yield f"prepared {name}", student(name)
-    yield "prepared Llama", dense_of("nvfp4-training", convert=False)
-    yield "packed Llama", dense_of("nvfp4")
+    yield "prepared Llama", quantized(dense(), "nvfp4-training", convert=False)
+    yield "packed Llama", quantized(dense(), "nvfp4")
     yield "prepared embedding", texts()
     for recipe in ("mxfp4-experts", "quartet2"):
-        yield f"prepared experts {recipe}", mixture_of(recipe, convert=False).model.layers[0].mlp.experts
+        yield f"prepared experts {recipe}", quantized(mixture(), recipe, convert=False).model.layers[0].mlp.experts
     for name in TRAINED:
         model = student(name)
         quantize_(model, QATConfig(step="convert"))
@@ -319,7 +319,7 @@ def pickled() -> Iterator[tuple[str, Any]]:
     yield "packed embedding", model
     yield "packed tensor", model.middle.weight
     for recipe in ("mxfp4-experts", "int4-g32-experts"):
-        experts = mixture_of(recipe).model.layers[0].mlp.experts
+        experts = quantized(mixture(), recipe).model.layers[0].mlp.experts
         yield f"packed experts {recipe}", experts
         yield f"stack {recipe}", experts.gate_up_proj
     for name, make in THINGS.items():
@@ -338,16 +338,7 @@ def torchaos() -> Student:
     return model
 
 
-def dense_of(recipe: str, convert: bool = True) -> Any:
-    model = dense()
-    quantize_(model, get_recipe(recipe).prepare())
-    if convert:
-        quantize_(model, QATConfig(step="convert"))
-    return model
-
-
-def mixture_of(recipe: str, convert: bool = True) -> Any:
-    model = mixture()
+def quantized(model: Any, recipe: str, convert: bool = True) -> Any:
     quantize_(model, get_recipe(recipe).prepare())
     if convert:
         quantize_(model, QATConfig(step="convert"))
