@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.safetensors_file import StoredTensor, header
+from aoquant.integrations.safetensors_file import StoredTensor, header, read_json
 from aoquant.integrations.stored_names import Piece, keep_wide, model_names, pieces_of
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.routers import experts_of
@@ -45,7 +45,7 @@ class Filling:
         )
         if own is not None:
             config.model_type = own.model_type  # by which transformers knows the names in files
-        self.quantization: dict[str, Any] = checkpoint.read_json(folder / "config.json")["quantization_config"]
+        self.quantization: dict[str, Any] = read_json(folder / "config.json")["quantization_config"]
         del config.quantization_config
         dtype = config.dtype if dtype == "auto" else dtype
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16

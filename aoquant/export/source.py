@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 from aoquant.export.experts import Weight, as_stored
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import POINTER
-from aoquant.integrations.safetensors_file import StoredTensor, header
+from aoquant.integrations.safetensors_file import StoredTensor, header, read_json
 from aoquant.integrations.skeleton import class_of
 from aoquant.integrations.stored_names import model_names, warn_of_dtypes
 from aoquant.layers.kinds import is_layer, matrix_of
@@ -122,7 +122,7 @@ def of_checkpoint(folder: Path) -> Source:
 def _of_checkpoint(folder: Path) -> Source:
     checkpoint.check(folder)
     checksums.verify_unless_told(checkpoint.files(folder), configs=True)
-    config = checkpoint.read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     config.pop("quantization_config")
     config.pop(POINTER, None)
     described: dict[str, str] = {}

@@ -29,7 +29,7 @@ from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao,
 
 from aoquant.integrations import checksums
 from aoquant.integrations.atomic import POINTER
-from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, header, reading
+from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, header, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -286,18 +286,3 @@ def understood(directory: Path) -> Iterator[None]:
             raise
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{directory}: cannot be loaded: {reason}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. Raises ValueError: it cannot be read, or is damaged."""
-    with reading(path):
-        raw = path.read_bytes()
-    try:
-        content = json.loads(raw.decode())
-    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 or no JSON, or JSON without an end of depth
-        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path}: must hold a JSON object, got {type(content).__name__}: copy or save the checkpoint again"
-        )
-    return content

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.integrations import checkpoint
-from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, dtype_name, header, raw_bytes
+from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, dtype_name, header, raw_bytes, read_json
 
 KEY = "aoquant_crc32"
 CONFIGS = "aoquant_configs_crc32"
@@ -163,7 +162,7 @@ def verify_configs(paths: Iterable[Path]) -> None:
         covered: dict[str, str] = json.loads(metadata.get(CONFIGS, "{}")) if _read(path, metadata) else {}
         for name, wanted in covered.items():
             beside = path.parent / name
-            if not beside.is_file() or f"{_of_json(name, checkpoint.read_json(beside)):08x}" != wanted:
+            if not beside.is_file() or f"{_of_json(name, read_json(beside)):08x}" != wanted:
                 what = "its quantization_config" if name == _CONFIG else "it"
                 raise ValueError(
                     f"{beside}: {what} is not what was written with the weights: copy or save the checkpoint again"

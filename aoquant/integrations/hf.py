@@ -53,7 +53,7 @@ try:
     from aoquant.integrations import checkpoint, checksums, whole_saves
     from aoquant.integrations.atomic import is_main
     from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
-    from aoquant.integrations.safetensors_file import sort_metadata
+    from aoquant.integrations.safetensors_file import read_json, sort_metadata
 
     # HF's loader collects a tensor's parts by these suffixes and knows no others
     _known = TorchAoHfQuantizer(TorchAoConfig(PackedWeightConfig("nvfp4"))).get_weight_conversions()[0].source_patterns
@@ -207,7 +207,7 @@ def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
     """Raise ValueError naming the class that was saved, when loading failed with another one: the likely reason."""
     if "trust_remote_code" in str(error):  # it says what to do
         return
-    config = checkpoint.read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     named, made = config.get("architectures"), model_class.__name__
     saved = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     if model_class is AutoModelForCausalLM:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,21 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}: check the disk and the file's permissions") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises ValueError: it cannot be read, or is damaged."""
+    with reading(path):
+        raw = path.read_bytes()
+    try:
+        content = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 or no JSON, or JSON without an end of depth
+        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: must hold a JSON object, got {type(content).__name__}: copy or save the checkpoint again"
+        )
+    return content
 
 
 def _read(stored: StoredTensor, offset: int, size: int) -> Tensor:

@@ -30,7 +30,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums, hf
 from aoquant.integrations.plans import ptq_plan
-from aoquant.integrations.safetensors_file import StoredTensor, reading
+from aoquant.integrations.safetensors_file import StoredTensor, read_json, reading
 from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.integrations.stream_layers import Layer, Stack
 from aoquant.planning import experts
@@ -195,7 +195,7 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
     Raises:
         ValueError: the checkpoint is quantised, or transformers has no class for it.
     """
-    checkpoint.read_json(source / "config.json")  # transformers has its own words for what is no JSON
+    read_json(source / "config.json")  # transformers has its own words for what is no JSON
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except checkpoint.NO_MODEL as error:

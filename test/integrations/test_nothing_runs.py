@@ -20,7 +20,7 @@ import aoquant
 from aoquant.integrations.finetune import master_adamw
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import RESULTS, check_fingerprint, evaluation, load_checkpoint, load_float
-from aoquant.integrations.job.files import write_json
+from aoquant.integrations.job.records import write_json
 from aoquant.integrations.text import assets
 
 ROOT = Path(aoquant.__file__).parents[1]

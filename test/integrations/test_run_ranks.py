@@ -24,8 +24,8 @@ from aoquant import QATConfig, cli, quantize_
 from aoquant.integrations import job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
-from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.job.options import Options
+from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import evaluate
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.safetensors_file import header

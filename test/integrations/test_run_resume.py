@@ -24,7 +24,7 @@ from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune, master_adamw
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models
-from aoquant.integrations.job.folder import Folder
+from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.tensor import PackedTensor
 

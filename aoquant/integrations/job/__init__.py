@@ -9,7 +9,7 @@ and the saved checkpoint is loaded again and must give the same logits, bit for 
 
 Started by torchrun or `accelerate launch` it is one job on all their GPUs (`ranks.py`, `finetune.py`).
 
-The plan is checked on the whole model before the first stage. A stage that is done is written down (`folder.py`), and
+The plan is checked on the whole model before the first stage. A stage that is done is written down (`resuming.py`), and
 fine-tunes keep checkpoints, so the same command goes on where an interrupt or a crash stopped it.
 """
 
@@ -34,9 +34,6 @@ from aoquant.export import export
 from aoquant.formats import Ggml
 from aoquant.integrations.finetune import check_batch, check_block, finetune
 from aoquant.integrations.hf import save_pretrained
-from aoquant.integrations.job.evaluation import evaluation
-from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
-from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.job.models import (
     chosen_layers,
     convert,
@@ -47,7 +44,9 @@ from aoquant.integrations.job.models import (
     probe,
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
+from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
+from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aoquant.integrations.job.files import write_json
-from aoquant.integrations.job.fingerprint import RESULTS
+from aoquant.integrations.job.records import RESULTS, write_json
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.planning.listing import folded
 from aoquant.report import Report

@@ -24,12 +24,11 @@ from typing import Any
 from filelock import FileLock, Timeout  # torch needs it too
 
 import aoquant
-from aoquant.integrations.checkpoint import read_json
-from aoquant.integrations.job.files import read_as, write_json
-from aoquant.integrations.job.fingerprint import RESULTS, environment
 from aoquant.integrations.job.options import Options
+from aoquant.integrations.job.records import RESULTS, environment, read_as, write_json
 from aoquant.integrations.job.result import Result, Stage
 from aoquant.integrations.ranks import Ranks
+from aoquant.integrations.safetensors_file import read_json
 
 LOCK = ".lock"
 
