@@ -21,6 +21,7 @@ MOVED = {
     "aoquant.fsdp": "aoquant.parallel.fsdp",
     "aoquant.handlers": "aoquant.planning.handlers",
     "aoquant.held": "aoquant.layers.held",
+    "aoquant.integrations.peft_parameters": "aoquant.integrations.peft_layers",
     "aoquant.linear": "aoquant.layers.linear",
     "aoquant.packed": "aoquant.tools.packed_linear",
     "aoquant.plan": "aoquant.planning.plan",

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from aoquant._warning import AoquantWarning
 from aoquant.integrations import peft_gradients
-from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear
-from aoquant.integrations.peft_parameters import QATParamWrapper
+from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
 from aoquant.layers import held
 from aoquant.layers.kinds import is_packed, kind_of
 from aoquant.layers.qat import PreparedModule, QATLayer, QATLinear

@@ -1,23 +1,26 @@
-"""LoRA layers on aoquant's layers: `QATLoraLinear` on a prepared layer, `PackedLoraLinear` on a packed one.
+"""LoRA layers on aoquant's layers: `QATLoraLinear` on a prepared layer, `PackedLoraLinear` on a packed one, and
+`QATParamWrapper` on a parameter of a prepared module.
 
-Both merge with one rounding and unmerge exactly. On a prepared layer the frozen W has no gradient and no GEMM is spent
-on one: with dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is the quantised GEMM's input.
-dW is needed only where W trains too, or clipped values pass no gradient (straight_through="clipped", learned weight
-scales). A layer keeps its merged weight from forward to backward, in W's dtype.
+On a prepared layer the frozen W has no gradient and no GEMM is spent on one: with dW = dy^T x never formed, dB = s dy^T
+(x A^T) and dA = s (dy B)^T x, where x is the quantised GEMM's input. dW is needed only where W trains too, or clipped
+values pass no gradient (straight_through="clipped", learned weight scales). A layer keeps its merged weight from
+forward to backward, in W's dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.integrations.peft_merge import Merging
 from aoquant.layers.function import codes, pulled_back
 from aoquant.layers.packed import adopt
 from aoquant.layers.qat import QATLinear
@@ -27,31 +30,88 @@ from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value
 
 
-class _LoraLinear(Merging, Linear):
-    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact."""
+class _Merging:
+    """Round W + s B A once, however many adapters are merged, and unmerge exactly. Stands before peft's class.
+
+    kept: W from before the merge; in a list, because a packed weight as an attribute would be registered as a
+    parameter.
+    """
+
+    kept: list[Tensor]
+    lora_A: Any
+    merged_adapters: list[str]
+
+    @property
+    def label(self) -> str:
+        """The name of what is adapted, for errors."""
+        raise NotImplementedError
+
+    def adapted(self) -> Tensor:
+        """Return the parameter that adapters are added to."""
+        raise NotImplementedError
+
+    def sum_with(self, adapters: list[str]) -> Tensor:
+        """Return W with adapters added, as forward multiplies by it."""
+        raise NotImplementedError
+
+    def store(self, weight: Tensor) -> None:
+        """Make a sum the base's W."""
+        self.adapted().data = weight
+
+    def restore(self, kept: Tensor) -> None:
+        """Make W what it was."""
+        self.adapted().data = kept
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into W, together with those that are merged already.
+
+        safe_merge raises ValueError, before anything is changed, where the sum is not finite.
+        """
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        if not names:
+            return
+        every = [*self.merged_adapters, *names]
+        self.unmerge()
+        before, weight = self.adapted().detach(), self.sum_with(every)
+        if safe_merge and not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"{self.label}: the merged weight holds NaN or Inf: adapter {', '.join(names)} is broken")
+        self.store(weight)
+        self.kept = [before]
+        self.merged_adapters.extend(every)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put back W from before the merge, bit for bit."""
+        if self.merged_adapters:
+            self.restore(self.kept[0])
+            self.kept.clear()
+            self.merged_adapters.clear()
+
+
+class _LoraLinear(_Merging, Linear):
+    """peft's LoRA layer, merged by one rounding. base: the adapted layer, for errors. refused: options of LoraConfig
+    that must be off.
+    """
+
+    base: str
+    refused: tuple[str, ...] = ("lora_bias", "fan_in_fan_out", "use_qalora")
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        for option in ("lora_bias", "fan_in_fan_out", "use_qalora", *self.refused()):
+        self.check_start(config.init_lora_weights)
+        for option in self.refused:
             if getattr(config, option):
                 raise ValueError(
-                    f"{self.label}: LoraConfig({option}=...) has no exact meaning on {self.base()}: leave it out"
+                    f"{self.label}: LoraConfig({option}=...) has no exact meaning on {self.base}: leave it out"
                 )
         if self.resolve_lora_variant(config=config) is not None:
             raise ValueError(
-                f"{self.label}: variants of LoRA, such as DoRA, are not supported on {self.base()}: use plain LoRA"
+                f"{self.label}: variants of LoRA, such as DoRA, are not supported on {self.base}: use plain LoRA"
             )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
-    def refused(self) -> tuple[str, ...]:
-        """Further options of LoraConfig that must be off."""
-        return ()
-
-    def base(self) -> str:
-        """The class of the adapted layer, for errors."""
-        raise NotImplementedError
-
-    def value(self) -> Tensor:
-        """The base weight (N, K) that adapters are added to."""
+    def check_start(self, how: Any) -> None:
+        """Raise ValueError for an init_lora_weights that changes the base weight."""
         raise NotImplementedError
 
     @property
@@ -59,36 +119,34 @@ class _LoraLinear(Merging, Linear):
         return self.kwargs.get("target_name") or "linear"
 
     def merged_weight(self, weight: Tensor, adapters: list[str]) -> Tensor:
-        """W + s B A in W's dtype, adapter by adapter; autocast, which would round the product, is off."""
+        """Return W + s B A in W's dtype, adapter by adapter; autocast, which would round the product, is off."""
         with torch.autocast(weight.device.type, enabled=False):
             for adapter in adapters:
                 weight = (weight + self.get_delta_weight(adapter)).to(weight.dtype)
         return weight
 
-    def replaced(self) -> Tensor:
-        before: Tensor = self.get_base_layer().weight.detach()
-        return before
+    def adapted(self) -> Tensor:
+        weight: Tensor = self.get_base_layer().weight
+        return weight
 
     def sum_with(self, adapters: list[str]) -> Tensor:
-        return self.merged_weight(self.value(), adapters)
+        return self.merged_weight(self.adapted().detach(), adapters)
 
 
 class PackedLoraLinear(_LoraLinear):
     """An adapter beside a packed weight, ours or one of torchao's that `aoquant.quantize_` made."""
 
-    def base(self) -> str:
-        return "a packed weight"
+    base = "a packed weight"
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+    def check_start(self, how: Any) -> None:
+        if how not in (True, False, "gaussian", "orthogonal"):
             raise ValueError(
-                f"{self.label}: init_lora_weights={config.init_lora_weights!r} changes the base weight, and codes are fixed: use True, "
+                f"{self.label}: init_lora_weights={how!r} changes the base weight, and codes are fixed: use True, "
                 "False, 'gaussian' or 'orthogonal', or put the adapter on the prepared layer"
             )
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
-    def value(self) -> Tensor:
-        return weight_value(self.get_base_layer())
+    def sum_with(self, adapters: list[str]) -> Tensor:
+        return self.merged_weight(weight_value(self.get_base_layer()), adapters)
 
     def store(self, weight: Tensor) -> None:
         base = self.get_base_layer()
@@ -110,23 +168,19 @@ class PackedLoraLinear(_LoraLinear):
 class QATLoraLinear(_LoraLinear):
     """An adapter in a prepared layer's weight: the forward is that of the merged and converted layer."""
 
-    def base(self) -> str:
-        return "a prepared layer, whose forward multiplies by the merged weight"
+    base = "a prepared layer, whose forward multiplies by the merged weight"
+    # replicated layers share a weight, which merges the adapters of all of them
+    refused = (*_LoraLinear.refused, "lora_dropout", "layer_replication")
 
-    def refused(self) -> tuple[str, ...]:
-        # replicated layers share a weight, which merges the adapters of all of them
-        return ("lora_dropout", "layer_replication")
-
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        if config.init_lora_weights == "loftq":
+    def check_start(self, how: Any) -> None:
+        if how == "loftq":
             raise ValueError(
                 f"{self.label}: init_lora_weights='loftq' replaces the base weight by NF4's values, and this layer has a format of its own: use "
                 "True, 'gaussian' or 'pissa'"
             )
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def prepared_base(self) -> QATLinear:
-        """The base layer, which convert or unprepare may have swapped."""
+        """Return the base layer, which convert or unprepare may have swapped."""
         base = self.get_base_layer()
         if not isinstance(base, QATLinear):
             raise ValueError(
@@ -135,14 +189,8 @@ class QATLoraLinear(_LoraLinear):
             )
         return base
 
-    def value(self) -> Tensor:
-        return self.prepared_base().weight.detach()
-
-    def store(self, weight: Tensor) -> None:
-        self.prepared_base().weight.data = weight
-
-    def restore(self, kept: Tensor) -> None:
-        self.store(kept)
+    def adapted(self) -> Tensor:
+        return self.prepared_base().weight
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.pop("adapter_names", None) is not None:
@@ -177,6 +225,42 @@ class QATLoraLinear(_LoraLinear):
                 a, b = self.lora_A[n].weight, self.lora_B[n].weight
                 y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], *sides)  # type: ignore[no-untyped-call]
         return y
+
+
+class QATParamWrapper(_Merging, ParamWrapper):
+    """An adapter on a parameter of a prepared module, such as stacked experts (`target_parameters`).
+
+    peft makes the adapted parameter by other operations in forward than in merge, which round differently in bf16. Here
+    merge stores what forward multiplies by.
+    """
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """The parameter is the adapted one. It is made here, where autocast, which would round it, is off."""
+        with super()._activate_lora(active_adapters):
+            if any(name in self.lora_A for name in active_adapters):
+                with torch.autocast(
+                    self.get_base_layer().parametrizations[self.parameter_name].original.device.type, enabled=False
+                ):
+                    getattr(self.get_base_layer(), self.parameter_name)  # kept until the context ends
+            yield
+
+    @property
+    def label(self) -> str:
+        name: str = self.parameter_name
+        return name
+
+    def adapted(self) -> Tensor:
+        parameter: Tensor = self.get_param()
+        return parameter
+
+    def sum_with(self, adapters: list[str]) -> Tensor:
+        with self._activate_lora(adapters):
+            weight: Tensor = getattr(self.get_base_layer(), self.parameter_name).detach().clone()
+        return weight
+
+
+QATParamWrapper.__name__ = ParamWrapper.__name__  # by which peft knows that it may wrap another parameter of the module
 
 
 class _LowRankGradient(torch.autograd.Function):
