@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from aoquant._arguments import check_model
 from aoquant._warning import AoquantWarning
-from aoquant.layers.experts import stacks_of
 from aoquant.parallel import fsdp
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.planning import owners
@@ -38,13 +37,11 @@ from aoquant.planning.listing import first
 from aoquant.planning.progress import track
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
-from aoquant.report.compare import Pair, compare, pairs_of
-from aoquant.report.experts import experts_rows
-from aoquant.report.gradients import GradientSqnr
+from aoquant.report.compare import compare, pairs_of
 from aoquant.report.gradients import gradients as gradients_of
-from aoquant.report.measure import undisturbed, weight_of
+from aoquant.report.measure import undisturbed
 from aoquant.report.routing import RouterDrift, router_drift
-from aoquant.report.rows import Row, row_of
+from aoquant.report.rows import Row, rows_of
 
 MODEL_OUTPUT = "(model output)"
 
@@ -187,10 +184,10 @@ def report(
     bar = iter(track(pairs, "outputs") if progress else pairs)
     with undisturbed(a, b):
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
-        made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in _rows(pair)]
+        made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in rows_of(pair)]
         sqnr = gradients_of(b, batch) if gradients else {}
     found = {pair.fqn: sqnr[id(pair.b)] for pair in pairs if id(pair.b) in sqnr}
-    rows = tuple(_with_gradients(row, found.get(row.fqn)) for _, row in made)
+    rows = tuple(replace(row, **found.get(row.fqn, {})) for _, row in made)
     output = Row(
         MODEL_OUTPUT, (), "", "", None, None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
     )
@@ -200,17 +197,6 @@ def report(
     sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
     moved = router_drift(a, b, batch) if routing else ()
     return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b), moved)
-
-
-def _with_gradients(row: Row, found: GradientSqnr | None) -> Row:
-    if found is None:
-        return row
-    return replace(row, input_gradient_sqnr_db=found.dx, weight_gradient_sqnr_db=found.dw)
-
-
-def _rows(pair: Pair) -> list[tuple[Any, Row]]:
-    """(weight in model b, its row): one for a layer, one for each stacked parameter of experts."""
-    return experts_rows(pair) if stacks_of(pair.b) else [(weight_of(pair.b), row_of(pair))]
 
 
 def verify(

@@ -26,15 +26,10 @@ from aoquant.layers.qat import DELAYED_STATE, RANDOM, QATLinear
 from aoquant.report.measure import decibels, energies, logits_of, run
 
 
-class GradientSqnr(NamedTuple):
-    """dB of a layer's dx and dW against float's."""
-
-    dx: float
-    dw: float
-
-
-def gradients(model: nn.Module, batch: Any) -> dict[int, GradientSqnr]:
-    """The figures of each prepared linear layer of `model` that runs, by the layer's id; stacked experts have none."""
+def gradients(model: nn.Module, batch: Any) -> dict[int, dict[str, Any]]:
+    """Return dB of dx and dW as fields of a row, for each prepared linear layer of `model` that runs, by the layer's
+    id. Stacked experts have none.
+    """
     layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fake_quant and m.calibrated]
     with _untouched(layers), torch.enable_grad():
         return _measured(_met(model, layers, batch))
@@ -89,7 +84,7 @@ def _loss(output: Any) -> Tensor:
     return loss if isinstance(loss, Tensor) else logits_of(output).float().square().mean()
 
 
-def _measured(met: list[tuple[_Call, Tensor]]) -> dict[int, GradientSqnr]:
+def _measured(met: list[tuple[_Call, Tensor]]) -> dict[int, dict[str, Any]]:
     sums: dict[int, list[float]] = {}
     for call, dy in met:
         x, w = (t.detach().clone().requires_grad_() for t in (call.x, call.layer.weight))
@@ -100,4 +95,7 @@ def _measured(met: list[tuple[_Call, Tensor]]) -> dict[int, GradientSqnr]:
         found = [e for a, b in zip(want, got, strict=True) for e in energies(a, b.float())]
         known = sums.setdefault(id(call.layer), [0.0] * 4)
         sums[id(call.layer)] = [a + b for a, b in zip(known, found, strict=True)]
-    return {key: GradientSqnr(decibels(*s[:2]), decibels(*s[2:])) for key, s in sums.items()}
+    return {
+        key: {"input_gradient_sqnr_db": decibels(*s[:2]), "weight_gradient_sqnr_db": decibels(*s[2:])}
+        for key, s in sums.items()
+    }
