@@ -32,7 +32,7 @@ from aoquant.integrations import checkpoint, checksums, hf
 from aoquant.integrations.plans import ptq_plan
 from aoquant.integrations.safetensors_file import StoredTensor, read_json, reading
 from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
-from aoquant.integrations.stream_layers import Layer, Stack
+from aoquant.integrations.stream_sources import Source
 from aoquant.planning import experts
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.experts import StackChange
@@ -62,7 +62,7 @@ class Skeleton:
     files: dict[str, dict[str, Tensor]]
     metadata: dict[str, str]
     index: dict[str, Any] | None
-    layers: list[Layer | Stack]
+    layers: list[Source]
     parts: dict[str, str]
     copies: dict[str, StoredTensor]
     twins: list[tuple[StoredTensor, StoredTensor]]
@@ -120,7 +120,7 @@ def build(
     for name, found in sources.items():
         _check_stored(name, found, expected[name])
 
-    layers, packed = list[Layer | Stack](), dict[Hashable, nn.Parameter]()
+    layers, packed = list[Source](), dict[Hashable, nn.Parameter]()
     planned = ptq_plan(model, config, skip_incompatible=skip_incompatible)
     for stack in planned.experts:
         layers.append(_stack(stack, model, stored, tied))
@@ -159,7 +159,7 @@ def build(
 
 def _layer(
     change: LayerChange, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
-) -> Layer:
+) -> Source:
     weight = change.module.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     origin = revert_weight_conversion(model, {names[0]: weight})
@@ -169,12 +169,12 @@ def _layer(
             f"{change.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: "
             "leave it out, or load the model whole and use aoquant.quantize_"
         )
-    return Layer(change, names, found, weight.dtype)
+    return Source(change, names, found, weight.dtype)
 
 
 def _stack(
     change: StackChange, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
-) -> Stack:
+) -> Source:
     weight = change.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     pieces, count = pieces_of(model, names[0]), len(weight)
@@ -185,7 +185,7 @@ def _stack(
     else:
         sources = _home(stored_name(model, names[0]), stored, tied)
     assert sources is not None  # `_check_keys` has seen them all
-    return Stack(change, names, sources, count, weight.dtype)
+    return Source(change, names, sources, weight.dtype, count)
 
 
 def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:

@@ -32,7 +32,7 @@ from aoquant.integrations.atomic import Staged, check_free
 from aoquant.integrations.progress import progress
 from aoquant.integrations.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
 from aoquant.integrations.skeleton import Skeleton, build
-from aoquant.integrations.stream_layers import Layer, Stack, with_shared_scales
+from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage
 from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
@@ -162,7 +162,7 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
                 f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} "
                 f"and {b.path.name}): set tie_word_embeddings to false"
             )
-    work: list[tuple[StoredTensor | Layer | Stack, str]] = [(source, n) for n, source in skeleton.copies.items()]
+    work: list[tuple[StoredTensor | Source, str]] = [(source, n) for n, source in skeleton.copies.items()]
     work += [(layer, layer.names[0]) for layer in skeleton.layers]
     work.sort(key=lambda w: (w[0].path, w[0].start) if isinstance(w[0], StoredTensor) else w[0].place)
     total = sum(source.size for source, _ in work)
@@ -198,9 +198,7 @@ def _write(values: Tensor, place: StoredTensor, offset: int, sums: dict[str, int
     return place.write(values, offset)
 
 
-def _verify(
-    layer: Layer | Stack, skeleton: Skeleton, places: dict[str, StoredTensor], device: torch.device | str
-) -> None:
+def _verify(layer: Source, skeleton: Skeleton, places: dict[str, StoredTensor], device: torch.device | str) -> None:
     """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
     for unit in layer.units:
         wanted = layer.encode(unit, device)

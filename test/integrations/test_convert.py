@@ -44,7 +44,7 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import atomic, checkpoint, safetensors_file, stream_layers
+from aoquant.integrations import atomic, checkpoint, safetensors_file, stream_sources
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
@@ -260,7 +260,7 @@ def test_tied_weights_that_differ_are_refused(copied: Path, tmp_path: Path) -> N
 def stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Converting is interrupted at the tenth layer; collects what lay in the folder then."""
     seen: list[list[str]] = []
-    real, calls = stream_layers.pack, iter(range(100))
+    real, calls = stream_sources.pack, iter(range(100))
 
     def pack(*args: Any) -> Any:
         if next(calls) == 10:
@@ -271,7 +271,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(stream_layers, "pack", pack)
+    monkeypatch.setattr(stream_sources, "pack", pack)
     return seen
 
 

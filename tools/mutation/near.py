@@ -250,7 +250,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "integrations/peft_gradients.py": ("integrations/test_peft_gradients.py",),
     "integrations/stream.py": _CONVERT,
     "integrations/safetensors_file.py": ("integrations/test_checksums.py", *_CONVERT),
-    "integrations/stream_layers.py": (*_CONVERT, "integrations/test_moe_convert.py"),
+    "integrations/stream_sources.py": (*_CONVERT, "integrations/test_moe_convert.py"),
     "integrations/stored_names.py": ("integrations/test_moe_convert.py", "integrations/test_renamed.py"),
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
