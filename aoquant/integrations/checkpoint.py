@@ -1,14 +1,8 @@
 """Check a checkpoint folder by its headers alone, before a model is built from it.
 
-A quantised checkpoint in Hugging Face's layout has three parts that have to agree, and loaders check each by itself:
 `config.json` names the PTQ configs, the safetensors header describes the tensor subclass of every parameter, and the
-data holds that subclass's codes and scales under names of their own ("...q_proj._weight_qdata"). A missing part
-surfaces far away, as a random weight or a KeyError; here each is a ValueError that names the file and says what to do.
-Reading headers costs milliseconds and finds truncation: a safetensors file whose length differs from what its header
-promises does not open.
-
-The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA`); torchao's configs carry torchao's
-own.
+data holds its codes and scales under names of their own ("...q_proj._weight_qdata"). Loaders check each by itself, so a
+missing part would surface far away; here it is a ValueError that names the file and says what to do.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Checksums of a checkpoint's tensors: damage that leaves a file readable is an error when the model is loaded.
 
-The header of a safetensors file says how long its data is, so a truncated file does not open. Bits that changed on a
-disk, in memory or in a copy leave the length as it was, and such a file loads as other weights. Every file that aoquant
-writes therefore has one more entry in its metadata, `aoquant_crc32`: a JSON object with a CRC-32 for each tensor, of
-its dtype, its shape and its bytes, and one for the rest of the metadata. Shards of two checkpoints do not mix: every
-shard of a saved model holds the checksums of all of its tensors, and every shard of an export one of that table.
-
-CRC-32 (zlib's) finds every change within 32 neighbouring bits and misses another one in four billion. It guards against
-damage, not against an attacker, who would change the checksum too. CRC-32 was chosen because it is in the standard
-library, can be computed piece by piece, and is the fastest there (GB/s of one core of a 2.8 GHz Xeon: crc32 3.4, sha1
-1.4, sha256 1.1, blake2b 0.8, md5 0.7; xxhash, which is no dependency, 7.4). Threads share the work, as zlib releases
-the GIL.
+Every file that aoquant writes has an entry `aoquant_crc32` in its metadata: a JSON object with a CRC-32 for each
+tensor, of its dtype, its shape and its bytes, and one for the rest of the metadata. Every shard holds the checksums of
+all shards, or of that table, so shards of two checkpoints do not mix. CRC-32 guards against damage, not against an
+attacker; it is the fastest in the standard library, and can be computed piece by piece in threads.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""transformers' Conv1D, the linear layer of GPT-2 and its kin: y = x W + b with W (K, N), so a linear layer with a
-transposed weight.
+"""transformers' Conv1D, the linear layer of GPT-2 and its kin: y = x W + b with W (K, N).
 
-Prepared, it keeps its parameters, their shapes and its state_dict keys, and computes what nn.Linear over W^T
-computes. Converted, it is a Conv1D again whose weight is a quantised tensor (N, K): codes and scales run along K, and
-a row is an output, as kernels, loaders and serving engines have it. `Conv1D.forward` cannot multiply by that, so
-importing this module teaches it to: a quantised weight goes to F.linear, any other weight goes where it went before.
-It is taught in the class, because a checkpoint's loader builds the class and puts the quantised weights in, and no
-code of ours runs in between.
-
-Importing aoquant loads this module as soon as transformers' Conv1D exists (`_register.py`).
+Prepared, it keeps its parameters and keys, and computes what nn.Linear over W^T computes. Converted, it is a Conv1D
+whose weight is a quantised tensor (N, K), as kernels and loaders have it. Importing this module teaches the class to
+multiply by that, because a checkpoint's loader builds the class and no code of ours runs in between.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Sharded models put together: the state dict of the model that would have been converted in one piece.
 
-`full_state_dict` is `torch.distributed.checkpoint.state_dict.get_model_state_dict` with full tensors, and knows
-converted layers. A layer that was converted while sharded holds `PackedTensor` shards whatever its config deploys;
-gathered, its codes and scales are wrapped in the tensor that the config names, torchao's included, so what is saved is
-what converting one whole model saves.
+A layer that was converted while sharded holds `PackedTensor` shards whatever its config deploys. Gathered, they become
+the tensor that the config names, torchao's included.
 """
 
 from __future__ import annotations

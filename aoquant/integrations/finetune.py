@@ -1,18 +1,9 @@
 """Fine-tuning for the main job: one loop, for one process and for the ranks of a launcher.
 
-Distillation: the student's next-token distribution follows the float model's by KL divergence. QAT has to undo a
-rounding, and the float model's whole distribution says more about it than one sampled token does.
-
-Float32 masters: a bf16 weight near 0.02 has an ulp of 1e-4, and most AdamW updates are smaller. Layers compute in the
-dtype that is deployed, while AdamW steps float32 copies and writes them back rounded. The copies are part of a
-checkpoint, so a fine-tune that goes on from one takes the same steps as one that was never stopped.
-
-Ranks: a batch is shared out, so its size is that of all ranks together. Its text and its rate depend on the arguments
-alone, so a run that goes on, or goes on with another number of ranks, reads the same text at the same rates. Every rank
-holds the whole model; while it trains, a copy sharded by FSDP2 holds each rank's part of the weights, gradients,
-masters and moments.
-
-Checkpoints, where a folder for them is given: `finetune_checkpoints.py`.
+By distillation the student follows the float model's next-token distribution. AdamW steps float32 masters and writes
+them back rounded, because most updates are smaller than a bf16 weight's ulp. A batch is shared out among ranks; its
+text and its rate depend on the arguments alone, whatever the number of ranks. Every rank holds the whole model; while
+it trains, a copy sharded by FSDP2 holds each rank's part of the weights, gradients, masters and moments.
 """
 
 from __future__ import annotations

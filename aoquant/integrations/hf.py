@@ -1,16 +1,9 @@
 """Hugging Face checkpoints: save a converted model, load it again, bit for bit.
 
 HF writes and reads tensor subclasses through torchao's quantizer: safetensors that hold codes and scales as plain
-tensors, their description in the header, and a `TorchAoConfig` in config.json. `from_pretrained` takes the weights from
-the header, so it needs no more than `import aoquant`; the config is for those who rebuild the layers first, as serving
-engines do. HF attaches the quantizer only to models that it quantised itself. `attach` does the same for a model that
-`aoquant.quantize_` converted, after training or at once, and from then on every `save_pretrained` (the Trainer's too)
-writes a loadable checkpoint.
-
-Which config goes in: a `PackedTensor` says what it is, as a `PackedWeightConfig`; a torchao tensor does not hold its
-whole config, so convert leaves it on the layer; a model that HF loaded brings it along. One config when all quantised
-layers agree, and torchao's `FqnToConfig` by layer name otherwise; layers left in high precision are
-`modules_to_not_convert`, by name.
+tensors, their description in the header, and a `TorchAoConfig` in config.json. `attach` gives that quantizer to a model
+that `aoquant.quantize_` converted, and from then on every `save_pretrained` (the Trainer's too) writes a loadable
+checkpoint. Layers left in high precision are `modules_to_not_convert`, by name.
 """
 
 from __future__ import annotations

@@ -1,25 +1,8 @@
 """transformers' quantizer for torchao's tensors, with what saving and loading them safely needs.
 
-`from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
-transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
-that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds this and
-changes no code and no scale:
-
-- a checksum for each tensor on saving, compared on loading (`checksums.py`);
-- a packed weight that the head and the input embedding share is written once, as transformers writes a float one;
-- a loaded model can be saved again: transformers 5.17 would run the rebuilding of the tensors backwards, which has no
-  reverse, and fails with an empty NotImplementedError;
-- a packed weight takes the dtype that the model is loaded in, as a float weight does;
-- a loaded linear layer with a packed weight gets the class that convert gives it (layers/packed.py);
-- layers placed on the CPU are quantised there where torch, a CUDA build, sees no GPU: transformers 5.24 would move them
-  to "cuda" first;
-- parameters and buffers of the model itself, whose names torchao cannot take apart, do not keep it from loading;
-- a packed weight of another class than its module takes is refused;
-- config.json says that the checkpoint needs `import aoquant`.
-
-A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
-aoquant` transformers skips a method that it does not know, with a log line, and goes on with random weights. The
-torchao method stops there with an error.
+transformers keeps a quantizer for each quantisation method; importing aoquant puts this subclass of its torchao
+quantizer in that place (see `_register.py`). A method "aoquant" of our own would be worse: without `import aoquant`
+transformers skips a method that it does not know, with a log line, and goes on with random weights.
 """
 
 from __future__ import annotations

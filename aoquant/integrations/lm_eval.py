@@ -1,22 +1,9 @@
-"""Perplexity as lm-eval measures it, on a model object as it is: float, prepared or packed.
+"""Perplexity as lm-eval measures it (task `wikitext`, class HFLM), on a model object: float, prepared or packed.
 
-The number is lm-eval's own (EleutherAI/lm-evaluation-harness): its task `wikitext`, its class HFLM, windows, metrics.
-Only the pages may be local: `wikitext_local.yaml` names lm-eval's functions and repeats none. `write_task` puts that
-task into a folder, so that lm-eval's command line can check every number without aoquant:
-
-    lm_eval run --model hf --model_args pretrained=DIR,max_length=512,softmax_dtype=float32 \\
-        --tasks wikitext_local --include_path FOLDER
-
-- Windows: a page is cut into windows of `window` predicted tokens. A token sees only what precedes it in its window
-  (the first starts with bos or eos, the last reaches back to full length), so a larger window gives a lower perplexity:
-  always state it, never compare across windows. Words and bytes are counted on the page before it is detokenised.
-- log-softmax runs in float32. lm-eval's default is the dtype of the logits: a bf16 window's sum would have 8 bits.
-- `batch_size` 1 is the definition. In a larger batch, windows share what a format shares between rows (a per-tensor
-  activation scale), padding joins them, and sums may run in another order. On a CPU it is no faster either.
-
-HFLM would call `tie_weights()` on an nn.Module, which puts the embedding back in a quantised head's place, so it gets a
-plain object. Train and eval modes (each module's own), tokenizer and random state stay as they were. A local evaluation
-uses no network (`datasets` counts loads online) and leaves no cache behind.
+Only the pages may be local: `wikitext_local.yaml` names lm-eval's functions and repeats none. A page is cut into
+windows of `window` predicted tokens, so a larger window gives a lower perplexity: state it, and never compare across
+windows. log-softmax runs in float32; lm-eval's default is the dtype of the logits, and a bf16 window's sum would have 8
+bits. In a batch of more than one, windows share what a format shares between rows.
 """
 
 from __future__ import annotations

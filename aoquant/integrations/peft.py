@@ -1,18 +1,8 @@
-"""LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model`.
-
-An adapter on a prepared layer and one on a packed layer are different models:
-
-- on a PREPARED layer, quantisation-aware training of the merged weight: the forward multiplies by fake_quantize(W + s B
-  A), which is what convert leaves after `merge_and_unload`, bit for bit. Train, merge, convert: no loss at the merge.
-- on a PACKED layer, an adapter beside a quantised base: y = x W^ + s B A x, W^ fixed. It is deployed as it was trained,
-  base and adapter apart. Merging rounds again, W^' = encode(decode(codes) + s B A) in the same format, and that costs
-  what PTQ of a small change costs.
-
-Prepare or quantise first, then add adapters; the other order is refused. `peft_layers.py` has both layers.
+"""LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model` (docs/peft.md).
 
 peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see
-`_register.py`). Gradients have to come through every layer above an adapter, adapted or not, and torchao's kernels give
-the input of a packed layer none, so injecting adapters also mends those layers (`peft_gradients.py`).
+`_register.py`). Prepare or quantise first, then add adapters; the other order is refused. Injecting adapters also gives
+packed layers of torchao's an input gradient (`peft_gradients.py`).
 """
 
 from __future__ import annotations

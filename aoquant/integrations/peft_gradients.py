@@ -1,13 +1,8 @@
 """Gradients for the input of torchao's packed layers, which an adapter below them needs.
 
-y = x W^^T + b with W^ fixed has dx = dy W^. A `PackedTensor` computes that. torchao's tensors are made for inference:
-where the activation is quantised, the integer kernels return a y without a gradient, silently, and the fp8 ones have no
-derivative. An adapter would then be trained on what reaches it around the layer. So such layers get a forward hook that
-keeps y, bit for bit, and differentiates it as above: straight through the activation's rounding, as on a prepared
-layer.
-
-The codes are kept for backward and decoded there, so no (N, K) value lives between the two. Without gradients the hook
-does nothing.
+torchao's tensors are made for inference: the integer kernels return a y without a gradient, silently, and the fp8 ones
+have no derivative. Such layers get a forward hook that keeps y, bit for bit, and differentiates it as y = x W^^T + b:
+dx = dy W^, straight through the activation's rounding. Codes are kept for backward and decoded there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Tensors in safetensors files, read and written one by one.
+"""Tensors in safetensors files, read and written one by one, so that memory depends on the largest tensor alone.
 
-A safetensors file is eight bytes (the header's length, little endian), a JSON header (name: dtype, shape, data_offsets;
-and "__metadata__", strings) and the data without gaps (github.com/huggingface/safetensors, README "Format"). The
-library's `save_file` takes all tensors of a file at once, and its readers map whole files into memory. Converting a
-checkpoint larger than memory needs neither: plain reads touch what they return, and a file whose header is written
-first can be filled in any order, because the header says where each tensor belongs. Memory then depends on the largest
-tensor and not on the size of a file.
+A file is eight bytes (the header's length, little endian), a JSON header (name: dtype, shape, data_offsets; and
+"__metadata__", strings) and the data without gaps. A file whose header is written first can be filled in any order. The
+library's `save_file` takes all tensors of a file at once, and its readers map whole files into memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The layout of a converted checkpoint, file by file, before a single weight is read.
 
-The model is built on the meta device from config.json; planned and quantised there by the code that quantises real
-models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and
-dtypes, so a model without values gives the files that `save_pretrained` would write. Reading runs the same rules
-backwards: every tensor that will be written has one tensor of the source behind it, copied as it is or, for a quantised
-layer, encoded; stacked experts have one for each expert's matrix, where files keep them so. Any misfit (missing keys,
-keys too many, shapes, dtypes, layers that cannot take their config, tensors that no safetensors loader knows) is an
-error here.
+The model is built on the meta device from config.json, quantised there by the code that quantises real models, and
+taken through Hugging Face's own rules for names, tied weights and shards. Read backwards, they name the tensor of the
+source behind every tensor that will be written. Any misfit is an error here.
 """
 
 from __future__ import annotations

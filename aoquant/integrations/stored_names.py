@@ -1,9 +1,8 @@
-"""What a checkpoint's files say of a model's tensors, where it differs from the model's own: names, and dtypes.
+"""The names and dtypes that a checkpoint's files give a model's tensors, where they differ from the model's own.
 
-transformers renames some architectures' tensors when it loads them, and stacks the matrices of experts: a file holds
-"mlp.experts.0.gate_proj.weight", "mlp.experts.0.up_proj.weight", ..., and the model one "mlp.experts.gate_up_proj".
-`revert_weight_conversion` turns a model's tensors into a file's. It decides by names and shapes alone, so here it is
-given row numbers in place of values, and what comes back says which rows of which expert each name holds.
+transformers renames some architectures' tensors when it loads them, and stacks the matrices of experts.
+`revert_weight_conversion` decides by names and shapes alone, so it is given row numbers in place of values, and what
+comes back says which rows of which expert each name holds.
 """
 
 from __future__ import annotations

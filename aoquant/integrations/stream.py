@@ -1,13 +1,8 @@
 """Convert a checkpoint on disk, with one layer in memory at a time, and of stacked experts one expert.
 
-`skeleton` knows every tensor that will be written and where, so the rest is filling in: read a layer's weight, encode
-it, write codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and
-codes and scales are those of loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit,
-because they come from the same plan and the same `Format.encode`.
-
-The result appears under its name only when it is complete, checked and on the disk (`atomic.py`). Until then it is a
-folder ".NAME.partial", without config.json so that it cannot be loaded by mistake, and removed on any error; a killed
-process leaves it to the next conversion.
+`skeleton` knows every tensor that will be written and where, so the rest is filling in: read a weight, encode it, write
+codes and scales into their places, forget it. The bits are those of loading the model whole, `aoquant.quantize_` and
+`aoquant.save_pretrained`. The folder appears under its name when it is complete and checked (`atomic.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Text for QAT, calibration and evaluation: documents from a file, blocks of token ids, and the held-out pages.
 
-Two layouts are read, plain or packed with xz. `.txt` holds documents with a line `<|endoftext|>` between them; `.jsonl`
-holds one JSON object a line, the document in `page` (as lm-eval's WikiText) or in `text` (as most corpora). Documents
-without a visible character are dropped.
-
-Training cuts the stream `<eos> document <eos> document ...` into blocks of one length, with nothing padded and nothing
-masked. The token stands in front of the first document too: lm-eval scores a page after just that prefix, so a model
-must have seen how a document begins. Evaluation gets no blocks but a checked file, which lm-eval then reads by itself.
+`.txt` holds documents with a line `<|endoftext|>` between them, `.jsonl` one object a line with a `page` (as lm-eval's
+WikiText) or a `text`; either may be packed with xz. Training cuts the stream `<eos> document <eos> document ...` into
+blocks, nothing padded or masked; lm-eval scores a page after just that first <eos>.
 """
 
 from __future__ import annotations

@@ -4,15 +4,9 @@
     trainer = Trainer(model, ...)
     QATCallback(fake_quant_after_n_steps=100).attach(trainer)
 
-A prepared model needs no callback to train. This one delays fake quantisation, which helps when a fine-tune starts far
-from where it will end: during the first N optimizer steps the layers are plain ones. The switch is a function of
-`state.global_step` alone and is set again when training begins, so a run that is resumed from a checkpoint is where it
-was. It is on after step N, for what the Trainer evaluates or saves there too.
-
-It logs the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That
-is what rounding does to the weights as they are now: it moves little in a healthy run, and drops when outliers grow. It
-costs one encode and decode of each weight. With `batch`, also the SQNR of the model's output on it, float against
-fake-quantised; and with `router_drift`, the share of its tokens that go to other experts, over all layers of experts.
+A prepared model needs no callback to train. The switch is a function of `state.global_step` alone, so a run that is
+resumed from a checkpoint is where it was. The SQNR of the weights drops when outliers grow, and costs one encode and
+decode of each weight.
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
 """The vLLM plugin: folders of `aoquant.save_pretrained` and `convert_checkpoint`, served by stock vLLM.
 
-vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. The
-plugin changes three things for a `PackedTensor`, where vLLM starts a process (entry point group vllm.general_plugins):
-
-- The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed
-  first.
-- A config names q_proj and k_proj, in its recipes and among the layers that stay float, and vLLM asks for qkv_proj.
-  The fused layer gets what all of its parts have, and parts that differ are refused by name: one GEMM has one recipe.
-- The loader leaves stacked experts in floats: packed ones get a quantisation method of ours (vllm_experts.py), and
-  their folders are read by the names that vLLM splits (vllm_names.py).
-
-Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip,
-four-over-six and transforms too. vLLM's loaders cut rows and columns for tensor parallelism, and a `PackedTensor`
-refuses a cut through a scale's block. Source: vLLM 0.32 `quantization/torchao.py`. The tests run the plugin against a
-stand-in, and in vLLM's CPU build (test/engines).
+vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. For a
+`PackedTensor` the plugin zeroes the placeholder first, gives a fused layer the recipe that all of its parts have, gives
+stacked experts a method of ours (vllm_experts.py), and reads folders by the names that vLLM splits. Source: vLLM 0.32
+`quantization/torchao.py`.
 """
 
 from __future__ import annotations

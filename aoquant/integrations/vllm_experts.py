@@ -1,15 +1,9 @@
 """Packed experts inside vLLM's mixture-of-experts layer: a quantisation method whose weights are `PackedExperts`.
 
-vLLM keeps gate and up projections of all experts as `w13_weight` (E, 2 I, H) and down projections as `w2_weight`
-(E, H, I). Here they are placeholders of packed codes; vLLM's own loader then selects an expert, narrows to this rank's
-rows or columns, and copies, as it does with float weights, so tensor and expert parallelism are its business. The
-forward sorts rows by expert, multiplies, gates and multiplies again with the grouped products of converted experts, and
-adds up each token's experts in transformers' order: the bits of the converted layer. Routing is vLLM's own; its weights
-are rounded where the trained model rounds them.
-
-A config names experts as transformers does, and vLLM as checkpoint files do (Mixtral's "mlp.experts" is
-"block_sparse_moe.experts" there), so a model without values is asked for both names.
-Source: vLLM 0.32, `layers/fused_moe/routed_experts.py` and `fused_moe_method_base.py`.
+vLLM's own loader selects an expert, narrows to this rank's rows or columns and copies into placeholders of packed
+codes. The forward has the bits of the converted layer; routing is vLLM's own. A config names experts as transformers
+does, and vLLM as checkpoint files do, so a model without values is asked for both names. Source: vLLM 0.32,
+`layers/fused_moe/routed_experts.py` and `fused_moe_method_base.py`.
 """
 
 from __future__ import annotations

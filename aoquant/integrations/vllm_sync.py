@@ -1,13 +1,8 @@
-"""A vLLM engine that follows a model in training: rollouts by vLLM, with the codes that training has now.
+"""Give a running vLLM engine the codes that a model in training has now: rollouts by vLLM.
 
-`sync_vllm` gives the engine's model what a checkpoint of the model in training would hold: for every prepared layer and
-every expert a packed weight, encoded when its turn comes, and every float as it is. vLLM's own `load_weights` takes
-them, so fused layers and shards of tensor and expert parallelism are its business, and its loaders copy into the
-tensors that the engine has: no tensor is replaced, CUDA graphs stay valid, and extra memory is one layer's codes. Keys
-and values that the engine has cached belong to the old policy, and are dropped.
-
-The engine serves a folder of `aoquant.save_pretrained`, by the plugin (vllm.py). Source: vLLM 0.32, `v1/engine` and
-`model_executor/model_loader/reload`.
+vLLM's own `load_weights` takes what a checkpoint of the model would hold, one packed weight at a time, so fused layers,
+tensor and expert parallelism are its business. Its loaders copy into the tensors that the engine has, so CUDA graphs
+stay valid. Source: vLLM 0.32, `v1/engine` and `model_executor/model_loader/reload`.
 """
 
 from __future__ import annotations

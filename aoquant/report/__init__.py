@@ -6,12 +6,6 @@
     report(float_model, converted, batch, routing=True)     also how many tokens go to other experts (`routing.py`)
     verify(prepared, converted, batch)       the same, as an error that names the layers where it is not so
 
-A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see
-`compare.py`). The last row compares what the models return, each running by itself. Shares say how often a format
-reached its limits: values that its largest code clips, and blocks whose scale is the smallest one that it can store.
-Both are small in a healthy model, and a warning says when they are not. A report also says how much of model b is
-quantised, and which matrices stay float (`coverage.py`).
-
 A figure is None when it could not be measured, and the row's warning says why. In JSON, inf and nan are the strings
 "inf", "-inf" and "nan", because strict JSON has no such numbers; null is "not measured".
 """

@@ -1,16 +1,9 @@
-"""Two models compared: layer by layer, and by their own outputs.
+"""Compare two models layer by layer, and by their own outputs.
 
-The comparison of layers is local. One model runs the batch, and behind each of its layers the same layer of the other
-model is called with the same input. So a layer's figure is that layer's alone: an early error does not reappear in
-every later row, nothing is stored but two sums a layer, and "inf" means that this GEMM is reproduced bit for bit.
-
-A layer's figure cannot show some errors, which are measured on the whole models: errors that add up, and weights that
-are used without their layer. For that each model runs by itself from the same random state, without any hook, because a
-hook changes the path that torch takes (its fused encoder layer, for one, stands back where there are hooks).
-
-A kernel that cannot run here is a result, not a crash: the row keeps the reason instead of a number. When it is in
-the model that drives the pass, the other one drives. A layer that ran in one model only, or in neither, is a result
-too.
+One model runs the batch, and behind each of its layers the same layer of the other model is called with the same input,
+so a figure is that layer's alone. For the models' own outputs each runs by itself from the same random state, without
+hooks, which change the path that torch takes. A kernel that cannot run here is a result: the row keeps the reason, and
+the other model drives the pass.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Gradients of prepared layers beside those of the same layers in float: what a quantised backward costs, in dB.
 
-The model runs forward and backward once, so that each layer meets an input x and a gradient dy. Then each layer alone
-is given both, and its dx and dW are compared with those of its float weight,
-
-    dx = dy W        dW = dy^T x        sums in float32
-
-so a layer's figures are its own: a poor gradient from above does not reappear below. Both include what the forward's
-rounding does to a gradient, where backward starts from forward's values.
-
-What is differentiated is the loss that the model returns, or the mean square of its outputs where it returns none.
-Activations of one forward are in memory at a time, as in a training step. Gradients and states of the model stay as
-they were: random numbers are put back, and delayed scales do not advance, so no rank waits for another.
+The model runs forward and backward once. Then each layer alone is given the input x and the gradient dy that it met,
+and its dx and dW are compared with those of its float weight, dx = dy W and dW = dy^T x, in float32. What is
+differentiated is the loss that the model returns, or the mean square of its outputs. Gradients and states of the model
+stay as they were; delayed scales do not advance.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Measurements on one layer or one pair of tensors: SQNR, the values that a layer multiplies by, and what it stores.
 
-    SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are equal;  nan when either holds a NaN
-
-The value of a weight is what the GEMM means by it: encoded and decoded for a prepared layer, dequantised for a packed
-one, itself for a plain one. So float against quantised gives the quantisation error, and prepared against converted
-gives inf.
+SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are equal;  nan when either holds a NaN
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Router drift: how many tokens change experts between two forms of a model.
 
 A router is float in every form, but what reaches it went through quantised layers, so a token near a tie may go to
-other experts. That costs more than rounding does, and no figure of a single layer shows it: each model runs the batch
-by itself, and the experts that its routers chose are compared, layer by layer. Between a prepared model and its
-converted copy no token moves; between float and quantised, a few do.
+other experts. Each model runs the batch by itself, and the experts that its routers chose are compared, layer by layer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Which recipe for which engine, GPU and budget: docs/choosing.md's table, and `aoquant recipes --for "vllm h100"`.
 
-A choice names the engine and the GPU that it is for, by judgement: of their kernels, and where there are numbers, of
-those. The last columns are measurements: bits a weight and word
-perplexity over the float model's, quantised without and with training, from measured.csv beside this file, which
-`eval/experiments` writes; a choice that was not measured has none. They are of one small model, named in the file: they
-order its recipes, and another model's gaps will be others.
+A choice names the engine and the GPU by judgement of their kernels. The last columns are measured.csv's, which
+`eval/experiments` writes: they order the recipes of one small model, and another model's gaps will be others.
 """
 
 from __future__ import annotations

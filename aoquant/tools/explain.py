@@ -1,10 +1,7 @@
 """`explain`: which backend runs a layer, for which M, and why the others do not.
 
-The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for
-every M that a threshold is likely at, and bisects between two that differ. A threshold and its opposite between two
-neighbours of `_PROBES` would be missed; up to 64 every M is asked. What is made of the weight depends on the GEMM
-that reads it: a backend that multiplies codes wants those of a prepared layer encoded, and takes those of a packed
-layer, or of one inside `fixed_weights`, as they are.
+The router decides call by call from a request that holds no data, so `explain` asks for every M that a threshold is
+likely at, and bisects between two that differ. Two opposite thresholds between neighbours of `_PROBES` would be missed.
 """
 
 from __future__ import annotations

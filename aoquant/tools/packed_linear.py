@@ -1,8 +1,6 @@
 """A linear layer from packed FP4 tensors that exist already: a checkpoint's, or those of another library's quantiser.
 
-The layer is an nn.Linear whose weight is a `PackedTensor`, the very one that convert makes: backends, forcing,
-compilation, state_dict and moving between devices are the packed tensor's own. `format` says which dialect the codes
-are; a layer whose numbers are not those of the library that made the codes has the wrong one.
+Its weight is the `PackedTensor` that convert makes. `format` says which dialect the codes are.
 """
 
 from __future__ import annotations

@@ -2,15 +2,9 @@
 
     float -> float fine-tuned on the same tokens -> PTQ -> QAT prepared -> QAT converted
 
-Every stage is scored by lm-eval with the same window and pages. `recovered` is the share of PTQ's loss that QAT wins
-back, in log perplexity, (PTQ - QAT) / (PTQ - float); it is n/a when PTQ's loss is within two standard errors of zero,
-paired over documents. The prepared and the converted model are compared layer by layer before anything is called done,
-and the saved checkpoint is loaded again and must give the same logits, bit for bit.
-
-Started by torchrun or `accelerate launch` it is one job on all their GPUs (`ranks.py`, `finetune.py`).
-
-The plan is checked on the whole model before the first stage. A stage that is done is written down (`resuming.py`), and
-fine-tunes keep checkpoints, so the same command goes on where an interrupt or a crash stopped it.
+lm-eval scores every stage with the same window and pages. The prepared and the converted model are compared layer by
+layer, and the saved checkpoint is loaded again and must give the same logits, bit for bit. The plan is checked on the
+whole model first. The same command goes on where an interrupt or a crash stopped it (`resuming.py`).
 """
 
 from __future__ import annotations
