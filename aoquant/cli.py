@@ -12,14 +12,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from aoquant.advice import for_the_command_line
 from aoquant.formats import COMPOSED, get_format, list_formats
 
 
-def run(arguments: list[str]) -> Callable[..., None]:
-    """evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"""
+def _run(arguments: list[str]) -> Callable[..., None]:
+    """Return `aoquant run` with the options of a YAML file as its defaults."""
     from aoquant.integrations import job
     from aoquant.integrations.progress import no_bars_in_logs
     from aoquant.integrations.ranks import is_first
@@ -69,187 +69,163 @@ def _take_config(arguments: list[str]) -> Path | None:
     return None
 
 
-def evaluate(arguments: list[str]) -> Callable[..., None]:
-    """load a checkpoint, check that it is bit-equal to the run that wrote it, and score it"""
-    import torch
+def evaluate(
+    checkpoint: Path,
+    /,
+    wikitext: str | None = None,
+    documents: Path | None = None,
+    window: int | None = None,
+    limit: int | None = None,
+    device: str | None = None,
+) -> None:
+    """Load a converted (or float) checkpoint and score it with lm-eval.
 
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    Its logits are compared with those of the run that wrote it. Others are an error where torch and the device are
+    those of that run, and a remark elsewhere.
 
-    def command(
-        checkpoint: Path,
-        /,
-        wikitext: str | None = None,
-        documents: Path | None = None,
-        window: int | None = None,
-        limit: int | None = None,
-        device: str = default,
-    ) -> None:
-        """Load a converted (or float) checkpoint and score it with lm-eval.
+    Args:
+        checkpoint: folder that `aoquant run` or `aoquant.save_pretrained` wrote.
+        wikitext: "hub", or a folder with WikiText-2 as test.jsonl; by default what the run that wrote the
+            checkpoint scored, or held-out generated documents.
+        documents: a file of {"page": ...} lines instead.
+        window: tokens that a prediction sees at most; by default the run's, or the model's positions.
+        limit: score the first documents only; by default as the run did.
+        device: where to run; by default a GPU that torch can use, or the CPU.
+    """
+    from aoquant.integrations import job, lm_eval
+    from aoquant.integrations.progress import no_bars_in_logs
+    from aoquant.tools import doctor as checks
 
-        Its logits are compared with those of the run that wrote it. Others are an error where torch and the device are
-        those of that run, and a remark elsewhere.
-
-        Args:
-            checkpoint: folder that `aoquant run` or `aoquant.save_pretrained` wrote.
-            wikitext: "hub", or a folder with WikiText-2 as test.jsonl; by default what the run that wrote the
-                checkpoint scored, or held-out generated documents.
-            documents: a file of {"page": ...} lines instead.
-            window: tokens that a prediction sees at most; by default the run's, or the model's positions.
-            limit: score the first documents only; by default as the run did.
-            device: where to run.
-        """
-        from aoquant.integrations import job, lm_eval
-        from aoquant.integrations.progress import no_bars_in_logs
-        from aoquant.tools import doctor as checks
-
-        no_bars_in_logs()
-        checks.check_device(device)
-        chosen = job.evaluation(checkpoint, wikitext, documents, window, limit)
-        tokenizer, model = job.load_checkpoint(checkpoint, device)
-        lm_eval.check_window(model, tokenizer, chosen.window)
-        if chosen.about:
-            print(chosen.about)
-        job.probe(model)
-        print(job.check_fingerprint(model, checkpoint))
-        print(lm_eval.evaluate(model, tokenizer, **chosen.arguments))
-
-    return command
+    no_bars_in_logs()
+    device = device or checks.default_device()
+    checks.check_device(device)
+    chosen = job.evaluation(checkpoint, wikitext, documents, window, limit)
+    tokenizer, model = job.load_checkpoint(checkpoint, device)
+    lm_eval.check_window(model, tokenizer, chosen.window)
+    if chosen.about:
+        print(chosen.about)
+    job.probe(model)
+    print(job.check_fingerprint(model, checkpoint))
+    print(lm_eval.evaluate(model, tokenizer, **chosen.arguments))
 
 
-def convert(arguments: list[str]) -> Callable[..., None]:
-    """quantise a float checkpoint on disk, with one layer in memory at a time"""
+def convert(
+    model: Path,
+    recipe: str,
+    out: Path,
+    layers: tuple[str, ...] = (),
+    skip: tuple[str, ...] = (),
+    skip_incompatible: bool = False,
+    max_shard_size: str = "5GB",
+    device: str = "cpu",
+    dtype: str = "auto",
+    verify: int = 4,
+) -> None:
+    """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
 
-    def command(
-        model: Path,
-        recipe: str,
-        out: Path,
-        layers: tuple[str, ...] = (),
-        skip: tuple[str, ...] = (),
-        skip_incompatible: bool = False,
-        max_shard_size: str = "5GB",
-        device: str = "cpu",
-        dtype: str = "auto",
-        verify: int = 4,
-    ) -> None:
-        """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
+    The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
+    aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
+    complete. Output heads and routers are left in high precision unless --layers names them.
 
-        The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
-        aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
-        complete. Output heads and routers are left in high precision unless --layers names them.
+    Args:
+        model: folder with config.json and safetensors files, of a model that transformers knows.
+        recipe: a name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION, for every linear
+            layer but the head.
+        out: folder to write; must not exist, or be empty.
+        layers: NAME ... quantises these layers alone; NAME=RECIPE ... gives some layers another recipe. NAME is a
+            layer's name, or re: and a pattern for all of it, such as 're:.*down_proj=int8-weight'.
+        skip: layers to leave in high precision, by NAME.
+        skip_incompatible: leave out layers that cannot take their recipe, and list them, instead of stopping.
+        max_shard_size: of the files written, such as 5GB or 500MB.
+        device: where layers are quantised.
+        dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
+        verify: how many layers to read back and compare, bit for bit.
+    """
+    from aoquant.recipes import mixed
 
-        Args:
-            model: folder with config.json and safetensors files, of a model that transformers knows.
-            recipe: a name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION, for every linear
-                layer but the head.
-            out: folder to write; must not exist, or be empty.
-            layers: NAME ... quantises these layers alone; NAME=RECIPE ... gives some layers another recipe. NAME is a
-                layer's name, or re: and a pattern for all of it, such as 're:.*down_proj=int8-weight'.
-            skip: layers to leave in high precision, by NAME.
-            skip_incompatible: leave out layers that cannot take their recipe, and list them, instead of stopping.
-            max_shard_size: of the files written, such as 5GB or 500MB.
-            device: where layers are quantised.
-            dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
-            verify: how many layers to read back and compare, bit for bit.
-        """
-        from aoquant.recipes import mixed
+    config = mixed(recipe, layers, skip)  # a wrong name is an error before transformers is imported
+    from aoquant.integrations.stream import convert_checkpoint
 
-        config = mixed(recipe, layers, skip)  # a wrong name is an error before transformers is imported
-        from aoquant.integrations.stream import convert_checkpoint
+    print(
+        convert_checkpoint(
+            model,
+            config,
+            out,
+            max_shard_size=max_shard_size,
+            device=device,
+            dtype=dtype,
+            verify=verify,
+            skip_incompatible=skip_incompatible,
+        )
+    )
 
-        print(
-            convert_checkpoint(
-                model,
-                config,
-                out,
-                max_shard_size=max_shard_size,
-                device=device,
-                dtype=dtype,
-                verify=verify,
-                skip_incompatible=skip_incompatible,
+
+def formats() -> None:
+    """List the number formats with their bits per weight, and how other names are put together.
+
+    Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the
+    batch.
+    """
+    rows = []
+    for name in list_formats():
+        f = get_format(name)
+        rows.append(
+            (
+                name,
+                f.bits,
+                f.block or "-",
+                round(f.bits_per_weight(4096, 4096), 3),
+                "yes" if f.batch_invariant else "no",
             )
         )
-
-    return command
-
-
-def formats(arguments: list[str]) -> Callable[..., None]:
-    """list the number formats"""
-
-    def command() -> None:
-        """List the number formats with their bits per weight, and how other names are put together.
-
-        Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the
-        batch.
-        """
-        rows = []
-        for name in list_formats():
-            f = get_format(name)
-            rows.append(
-                (
-                    name,
-                    f.bits,
-                    f.block or "-",
-                    round(f.bits_per_weight(4096, 4096), 3),
-                    "yes" if f.batch_invariant else "no",
-                )
-            )
-        _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)", "batch-invariant"))
-        print()
-        _print_table(list(COMPOSED.items()), ("names that are put together, such as", "what it is"))
-
-    return command
+    _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)", "batch-invariant"))
+    print()
+    _print_table(list(COMPOSED.items()), ("names that are put together, such as", "what it is"))
 
 
-def recipes(arguments: list[str]) -> Callable[..., None]:
-    """list the recipes that run takes, or those for an engine and a GPU"""
-    from typing import Annotated
+def recipes(asked: str | None = None) -> None:
+    """List the recipes that `aoquant run --recipe` takes.
 
-    import tyro
+    Args:
+        asked: an engine and a GPU, such as "vllm h100": what to choose then, with what it costs where that was
+            measured. Of budgets it knows one, ptq: recipes that are good without training.
+    """
+    from aoquant.recipes import list_recipes
+    from aoquant.tools import choosing
+    from aoquant.tools.markdown import wrapped
 
-    def command(asked: str | None = None) -> None:
-        """List the recipes that `aoquant run --recipe` takes.
-
-        Args:
-            asked: an engine and a GPU, such as "vllm h100": what to choose then, with what it costs where that was
-                measured. Of budgets it knows one, ptq: recipes that are good without training.
-        """
-        from aoquant.recipes import list_recipes
-        from aoquant.tools import choosing
-        from aoquant.tools.markdown import wrapped
-
-        if asked is not None:
-            _print_table(choosing.rows(choosing.find(asked), code=False), choosing.HEADS)
-            caption = f"bits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}"
-            print(f"\n{wrapped(caption, 100)}")
-            return
-        _print_table(
-            [(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves")
-        )
-        print(
-            "\nFP4 in vLLM: on Hopper activations stay in bfloat16 (train vllm-nvfp4-weight or mxfp4-weight there); on"
-        )
-        print("Blackwell they are quantised, of weight-only MXFP4 too.")
-
-    command.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
-    return command
+    if asked is not None:
+        _print_table(choosing.rows(choosing.find(asked), code=False), choosing.HEADS)
+        caption = f"bits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}"
+        print(f"\n{wrapped(caption, 100)}")
+        return
+    _print_table([(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves"))
+    print("\nFP4 in vLLM: on Hopper activations stay in bfloat16 (train vllm-nvfp4-weight or mxfp4-weight there); on")
+    print("Blackwell they are quantised, of weight-only MXFP4 too.")
 
 
-def doctor(arguments: list[str]) -> Callable[..., None]:
-    """show what this machine can run, and why not the rest"""
+def doctor() -> None:
+    """Show versions, devices, and which recipes and backends run here, with reasons."""
+    from aoquant.tools import doctor as checks
 
-    def command() -> None:
-        """Show versions, devices, and which recipes and backends run here, with reasons."""
-        from aoquant.tools import doctor as checks
+    _print_table(checks.versions(), ("what", "found"))
+    print()
+    _print_table(checks.packages(), checks.Package._fields)
+    print()
+    _print_table(checks.backends(), ("backend", "here"))
+    print()
+    _print_table(checks.recipes(), ("recipe", "trains", "converted layer runs", "prepared == converted"))
 
-        _print_table(checks.versions(), ("what", "found"))
-        print()
-        _print_table(checks.packages(), checks.Package._fields)
-        print()
-        _print_table(checks.backends(), ("backend", "here"))
-        print()
-        _print_table(checks.recipes(), ("recipe", "trains", "converted layer runs", "prepared == converted"))
 
-    return command
+def verify(folder: Path, /) -> None:
+    """Compare the weights of a folder, and what says how they are read, with their checksums.
+
+    Args:
+        folder: of `aoquant run` or `aoquant convert`, or one that `aoquant export` wrote, in any of its formats.
+    """
+    from aoquant.export import verify as folders
+
+    print(folders.verify(folder))
 
 
 def _print_table(rows: Sequence[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
@@ -259,41 +235,40 @@ def _print_table(rows: Sequence[tuple[Any, ...]], heads: tuple[str, ...]) -> Non
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=texts))
 
 
-def export(arguments: list[str]) -> Callable[..., None]:
-    """write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp"""
-    from aoquant.export.command import command
-
-    return command
-
-
-def verify(arguments: list[str]) -> Callable[..., None]:
-    """compare a folder with the checksums that it was written with"""
-
-    def command(folder: Path, /) -> None:
-        """Compare the weights of a folder, and what says how they are read, with their checksums.
-
-        Args:
-            folder: of `aoquant run` or `aoquant convert`, or one that `aoquant export` wrote, in any of its formats.
-        """
-        from aoquant.export.verify import verify
-
-        print(verify(folder))
-
-    return command
-
-
-# Each is given the arguments that follow its name and returns the function that tyro calls with them, so that only the
-# chosen command's modules are imported: `aoquant formats` does not wait for transformers.
+# Commands import what they need themselves: `aoquant formats` does not wait for transformers.
 COMMANDS = {
-    "run": run,
-    "eval": evaluate,
-    "convert": convert,
-    "export": export,
-    "verify": verify,
-    "formats": formats,
-    "recipes": recipes,
-    "doctor": doctor,
+    "run": "evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table",
+    "eval": "load a checkpoint, check that it is bit-equal to the run that wrote it, and score it",
+    "convert": "quantise a float checkpoint on disk, with one layer in memory at a time",
+    "export": "write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp",
+    "verify": "compare a folder with the checksums that it was written with",
+    "formats": "list the number formats",
+    "recipes": "list the recipes that run takes, or those for an engine and a GPU",
+    "doctor": "show what this machine can run, and why not the rest",
 }
+
+
+def _command(name: str, arguments: list[str]) -> Callable[..., None]:
+    """Return the function that tyro calls with a command's arguments."""
+    if name == "run":
+        return _run(arguments)
+    if name == "export":
+        from aoquant.export.command import command
+
+        return command
+    if name == "recipes":
+        import tyro
+
+        recipes.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
+    commands: dict[str, Callable[..., None]] = {
+        "eval": evaluate,
+        "convert": convert,
+        "verify": verify,
+        "formats": formats,
+        "recipes": recipes,
+        "doctor": doctor,
+    }
+    return commands[name]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -308,11 +283,11 @@ def main(arguments: list[str] | None = None) -> None:
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
         if chosen in COMMANDS:
-            command = COMMANDS[chosen](rest)
+            command = _command(chosen, rest)
             tyro.cli(command, prog=f"aoquant {chosen}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
         elif chosen in ("", "-h", "--help"):
             print("usage: aoquant {" + ",".join(COMMANDS) + "} [--help], or aoquant --version\n")
-            print("\n".join(f"  {name:9}{maker.__doc__}" for name, maker in COMMANDS.items()))
+            print("\n".join(f"  {name:9}{summary}" for name, summary in COMMANDS.items()))
         elif chosen == "--version":
             from aoquant import __version__
 

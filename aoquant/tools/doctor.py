@@ -145,7 +145,7 @@ def versions() -> list[tuple[str, str]]:
 
 def backends(device: str | None = None) -> list[tuple[str, str]]:
     """(backend, the contracts that it runs here, or why it runs none)."""
-    where = torch.device(device or _device())
+    where = torch.device(device or default_device())
     absent = {p.package: p.found for p in packages() if p.found != "yes"}
     rows = []
     for name in ops.backend_names():
@@ -187,10 +187,11 @@ class Tried(NamedTuple):
 
 def recipes(device: str | None = None) -> list[Tried]:
     """Every recipe for linear layers."""
-    return [_try(r, device or _device()) for r in list_recipes() if not r.experts]
+    return [_try(r, device or default_device()) for r in list_recipes() if not r.experts]
 
 
-def _device() -> str:
+def default_device() -> str:
+    """Return "cuda" where torch can use a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

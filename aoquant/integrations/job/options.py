@@ -23,7 +23,7 @@ from aoquant.integrations.text import assets, find_pages
 from aoquant.planning.choose import each
 from aoquant.recipes import mixed
 from aoquant.targets import resolve
-from aoquant.tools.doctor import check_device
+from aoquant.tools.doctor import check_device, default_device
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -37,7 +37,7 @@ class Model:
     dtype: str | None = None
     """bfloat16, float16 or float32: the deployed model's dtype. bfloat16 by default; of the embedded model float32 on a
     CPU without AVX-512, which multiplies bfloat16 30 times slower. AdamW keeps float32 copies in any case."""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = field(default_factory=default_device)
     """Where everything runs."""
 
 
