@@ -57,8 +57,7 @@ def register() -> None:
     _when_imported(_CONV1D, _teach_conv1d)
     _when_imported(_HF_QUANTIZERS, _extend_quantizer)
     _when_imported(_TRAINER, _spare_scales)
-    _when_imported(_HF_MODELS, _stage_saves)
-    _when_imported(_HF_MODELS, _refuse_resizing)
+    _when_imported(_HF_MODELS, _wrap_methods)
 
 
 def version(package: str) -> str:
@@ -109,9 +108,9 @@ def _teach_conv1d(module: ModuleType) -> None:
 def _spare_scales(module: ModuleType) -> None:
     # a transformers whose Trainer has other names trains as it did
     with contextlib.suppress(ImportError, AttributeError):
-        from aoquant.integrations import trainer_scales
+        from aoquant.integrations import trainer
 
-        trainer_scales.install(module)
+        trainer.install(module)
 
 
 def _extend_quantizer(module: ModuleType) -> None:
@@ -122,16 +121,10 @@ def _extend_quantizer(module: ModuleType) -> None:
         hf_quantizer.install(module)
 
 
-def _stage_saves(module: ModuleType) -> None:
-    from aoquant.integrations import whole_saves
+def _wrap_methods(module: ModuleType) -> None:
+    from aoquant.integrations import pretrained_model
 
-    whole_saves.install(module)
-
-
-def _refuse_resizing(module: ModuleType) -> None:
-    from aoquant.integrations import resizing
-
-    resizing.install(module)
+    pretrained_model.install(module)
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

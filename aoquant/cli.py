@@ -21,8 +21,8 @@ from aoquant.formats import COMPOSED, get_format, list_formats
 def _run(arguments: list[str]) -> Callable[..., None]:
     """Return `aoquant run` with the options of a YAML file as its defaults."""
     from aoquant.integrations import job
-    from aoquant.integrations.progress import no_bars_in_logs
-    from aoquant.integrations.ranks import is_first
+    from aoquant.integrations.launched import is_first
+    from aoquant.integrations.progress_lines import no_bars_in_logs
 
     no_bars_in_logs()
     given = job.read_yaml(path) if (path := _take_config(arguments)) else {}
@@ -93,7 +93,7 @@ def evaluate(
         device: where to run; by default a GPU that torch can use, or the CPU.
     """
     from aoquant.integrations import job, lm_eval
-    from aoquant.integrations.progress import no_bars_in_logs
+    from aoquant.integrations.progress_lines import no_bars_in_logs
     from aoquant.tools import doctor as checks
 
     no_bars_in_logs()

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from aoquant.integrations.distributed import full_state_dict
 from aoquant.integrations.finetune_checkpoints import Checkpoints, interrupts
-from aoquant.integrations.progress import progress
+from aoquant.integrations.progress_lines import progress
 
 LOSSES = ("kl", "ce")
 

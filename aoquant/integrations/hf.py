@@ -43,7 +43,7 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    from aoquant.integrations import checkpoint, checksums, whole_saves
+    from aoquant.integrations import checkpoint, checksums, pretrained_model
     from aoquant.integrations.atomic import is_main
     from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
     from aoquant.integrations.safetensors_file import read_json, sort_metadata
@@ -111,7 +111,7 @@ def save_pretrained(
             for file in checkpoint.files(folder):
                 sort_metadata(file)
 
-    whole_saves.save(model, directory, write)
+    pretrained_model.save(model, directory, write)
 
 
 def load_pretrained(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from aoquant.integrations.progress import progress as progress_bar
+from aoquant.integrations.progress_lines import progress as progress_bar
 from aoquant.integrations.text import Source, find_pages, read_jsonl
 
 TASK = "wikitext_local"

@@ -24,7 +24,7 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from aoquant._arguments import check_path
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import Staged, check_free
-from aoquant.integrations.progress import progress
+from aoquant.integrations.progress_lines import progress
 from aoquant.integrations.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
 from aoquant.integrations.skeleton import Skeleton, build
 from aoquant.integrations.stream_sources import Source, with_shared_scales

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aoquant.integrations.progress import progress as progress_bar
+from aoquant.integrations.progress_lines import progress as progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

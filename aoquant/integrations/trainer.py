@@ -11,22 +11,31 @@ decode of each weight.
 
 from __future__ import annotations
 
+import functools
+import re
 import warnings
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback  # not Trainer: its import calls `install` of this module
 
 from aoquant._warning import AoquantWarning
 from aoquant.layers.experts import QATExperts
+from aoquant.layers.learned_scales import learned_scales, not_positive
 from aoquant.layers.qat import PreparedModule, QATLayer, set_fake_quant
 from aoquant.layers.routers import experts_of
 from aoquant.report.measure import logits_of, run, sqnr, undisturbed
 from aoquant.report.routing import changed_share, drift, routes
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 MIN, MEAN, OUTPUT = "qat/weight_sqnr_min_db", "qat/weight_sqnr_mean_db", "qat/output_sqnr_db"
 DRIFT = "qat/router_changed_share"
+# optimizers that treat what has two dimensions as a matrix
+_MATRICES = re.compile("muon|dion|shampoo|soap|galore", re.IGNORECASE)
 
 
 class QATCallback(TrainerCallback):
@@ -68,9 +77,7 @@ class QATCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         self._switch(model, state)
         if self.router_drift and not experts_of(model):
             raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts: leave it out")
@@ -82,9 +89,7 @@ class QATCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> Any:
         if state.global_step == self.after:
             self._switch(model, state)
         if self.log_every is not None and state.global_step % self.log_every == 0:
@@ -92,14 +97,7 @@ class QATCallback(TrainerCallback):
         return control
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        logs: dict[str, Any],
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         if "loss" not in logs or state.global_step % (self.log_every or 1):
             return  # logs of an evaluation, of the end of training, or of a step that `log_every` leaves out
@@ -107,7 +105,7 @@ class QATCallback(TrainerCallback):
         logs.update(found)
         state.log_history[-1].update(found)  # the Trainer has copied logs into it already
 
-    def _switch(self, model: nn.Module, state: TrainerState) -> None:
+    def _switch(self, model: nn.Module, state: Any) -> None:
         set_fake_quant(model, state.global_step >= self.after)
 
     @torch.no_grad()
@@ -135,3 +133,61 @@ class QATCallback(TrainerCallback):
             for layer, mode in modes:
                 layer.fake_quant = mode
         return {OUTPUT: sqnr(*outputs), **({DRIFT: changed_share(drift(*chosen))} if chosen else {})}
+
+
+class ScaleCallback(TrainerCallback):
+    """Warn of optimizers and of values that learned scales cannot have. Each warning comes once.
+
+    Importing aoquant gives every Trainer this callback.
+    """
+
+    def __init__(self) -> None:
+        self.said: set[str] = set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        if problem := misplaced(model, kwargs.get("optimizer")):
+            warnings.warn(problem, AoquantWarning, stacklevel=2)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        self._check(model, "log")
+
+    def on_save(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        self._check(model, "save")
+
+    def _check(self, model: nn.Module, when: str) -> None:
+        if when not in self.said and (problem := not_positive(model)):
+            self.said.add(when)
+            warnings.warn(problem, AoquantWarning, stacklevel=2)
+
+
+def misplaced(model: nn.Module, optimizer: Any) -> str | None:
+    """Return a sentence about an optimizer that decays learned scales or takes them for matrices; None without one."""
+    names = {id(p): name for name, p in learned_scales(model).items()}
+    kinds = type(optimizer).__name__, type(getattr(optimizer, "optimizer", None)).__name__
+    by_class = any(_MATRICES.search(kind) for kind in kinds)
+    for group in getattr(optimizer, "param_groups", ()):
+        found = [names[id(p)] for p in group["params"] if id(p) in names]
+        matrices = group.get("use_muon", by_class)
+        if found and (matrices or group.get("weight_decay")):
+            does = f"takes {len(found)} learned scale(s)" if matrices else f"decays {len(found)} learned scale(s)"
+            return (
+                f"the optimizer {kinds[0]} {does}, such as {found[0]}, {'for matrices' if matrices else 'towards zero'}, which makes them too "
+                "small or negative: give it aoquant.parameter_groups(model)"
+            )
+    return None
+
+
+def install(module: ModuleType) -> None:
+    """Take learned scales out of the decayed parameters of `transformers.trainer`, and watch them in each Trainer.
+
+    Trainer decays every parameter but biases and norms, which it knows by their names.
+    """
+    module.DEFAULT_CALLBACKS.append(ScaleCallback)
+    before = module.Trainer.get_decay_parameter_names
+
+    @functools.wraps(before)
+    def get_decay_parameter_names(self: Any, model: nn.Module) -> list[str]:
+        scales = learned_scales(model)
+        return [name for name in before(self, model) if name not in scales]
+
+    module.Trainer.get_decay_parameter_names = get_decay_parameter_names

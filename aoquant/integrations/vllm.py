@@ -9,12 +9,17 @@ stacked experts a method of ours (vllm_experts.py), and reads folders by the nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from aoquant.integrations import vllm_experts, vllm_names
+from aoquant.export import source
+from aoquant.integrations import checksums, vllm_experts
+from aoquant.integrations.safetensors_file import header
 from aoquant.planning.choose import key_of
 
 _MARK = "_aoquant"
@@ -61,7 +66,7 @@ def patch(torchao: Any, loader: Any, experts: Callable[[Any, Any, str], Any] = v
 
     torchao.torchao_quantize_param_data = zeroed
     torchao.TorchAOConfig.get_quant_method = fused
-    vllm_names.patch_loader(loader)
+    _patch_loader(loader)
 
 
 def resolve_fused(config: Any, left_out: Collection[str], prefix: str, parts: Sequence[str]) -> Any:
@@ -84,3 +89,51 @@ def resolve_fused(config: Any, left_out: Collection[str], prefix: str, parts: Se
     for field in ("fqn_to_config", "module_fqn_to_config"):
         getattr(config, field, {}).setdefault(prefix, found[0])
     return found[0]
+
+
+def _patch_loader(loader: Any) -> None:
+    """Patch vLLM's DefaultModelLoader for folders of aoquant: models with experts are read as `weights_in` does, and
+    float layers keep their weights on a CPU, where vLLM would pack them away from `sync_vllm`.
+    """
+    stock = loader.get_all_weights
+
+    @functools.wraps(stock)
+    def all_weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        if model_config.quantization == "torchao":
+            folder, files, safetensors, _ = self._prepare_weights(
+                model_name_or_path=model_config.model,
+                subfolder=None,
+                revision=model_config.revision,
+                fall_back_to_pt=True,
+                allow_patterns_overrides=None,
+            )
+            if safetensors and is_ours(files):
+                for module in model.modules():
+                    if hasattr(module, "quant_method"):
+                        module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+                if any(hasattr(m, "moe_config") for m in model.modules()):
+                    self.counter_before_loading_weights = time.perf_counter()  # vLLM logs how long it takes
+                    return weights_in(Path(folder))
+        every: Iterator[tuple[str, Tensor]] = stock(self, model_config, model)
+        return every
+
+    loader.get_all_weights = all_weights
+
+
+def is_ours(files: Sequence[str]) -> bool:
+    """Return whether the files are those of aoquant's own checkpoint, and not of an export or another library."""
+    return all({checksums.KEY, "tensor_names"} <= header(Path(file)).metadata.keys() for file in files)
+
+
+def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights of a folder of aoquant's as vLLM's loaders take them, one in memory at a time.
+
+    Each expert's matrices stand under the names of the float checkpoint. vLLM goes by the names in the metadata, which
+    are transformers' own; where files have others, as Mixtral's have, it would leave those weights unread without a
+    word, and stacked experts have no name that its loader splits.
+
+    Raises:
+        ValueError: as `aoquant.export` of the folder.
+    """
+    for weight in source.of_checkpoint(folder).weights.values():
+        yield weight.name_in_files, weight.read(True)

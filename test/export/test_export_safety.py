@@ -195,7 +195,7 @@ def test_a_flipped_bit_is_named_by_its_file(name: str, folders: dict[str, Path],
 
 def test_vllm_reads_exports_by_itself(folders: dict[str, Path]) -> None:
     """Checksums alone do not make a folder aoquant's own checkpoint, which the plugin for vLLM reads."""
-    from aoquant.integrations.vllm_names import is_ours
+    from aoquant.integrations.vllm import is_ours
 
     found = {name: [str(p) for p in folder.glob("*.safetensors")] for name, folder in folders.items()}
     assert {name for name, files in found.items() if files and is_ours(files)} == {f"{n}-checkpoint" for n in LAYOUTS}

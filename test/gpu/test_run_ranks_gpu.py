@@ -44,7 +44,7 @@ def test_two_gpus_make_one_job(launcher: str, tmp_path: Path) -> None:
 
 FAILING = """
 import torch, torch.distributed as dist
-from aoquant.integrations.ranks import joined
+from aoquant.integrations.launched import joined
 
 with joined("cuda") as ranks:
     part = torch.ones(8, device="cuda")

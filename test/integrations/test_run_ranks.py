@@ -26,8 +26,8 @@ from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.resuming import Folder
+from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import evaluate
-from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.safetensors_file import header
 
 ROOT = Path(__file__).parents[2]

@@ -41,8 +41,8 @@ from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
 from aoquant.integrations.job.resuming import Folder
+from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
-from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.choose import each

@@ -27,7 +27,7 @@ import aoquant
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.records import RESULTS, environment, read_as, write_json
 from aoquant.integrations.job.result import Result, Stage
-from aoquant.integrations.ranks import Ranks
+from aoquant.integrations.launched import Ranks
 from aoquant.integrations.safetensors_file import read_json
 
 LOCK = ".lock"
