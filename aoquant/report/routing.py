@@ -108,23 +108,17 @@ def drift(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> tuple[Route
                 f"router_drift: {name or 'the experts'} ran {len(mine)} time(s) in model_a and {len(theirs)} in model_b, or "
                 "with other tokens: compare two forms of one model on one batch"
             )
-        total = RouterDrift(name, tokens=0, changed=0, choices=0, moved=0)
-        for x, y in zip(mine, theirs, strict=True):
-            total = _with_call(total, x, y.to(x.device))
-        found.append(total)
+        moved = [~(x.unsqueeze(2) == y.to(x.device).unsqueeze(1)).any(2) for x, y in zip(mine, theirs, strict=True)]
+        found.append(
+            RouterDrift(
+                name,
+                tokens=sum(len(m) for m in moved),
+                changed=sum(int(m.any(1).sum()) for m in moved),
+                choices=sum(m.numel() for m in moved),
+                moved=sum(int(m.sum()) for m in moved),
+            )
+        )
     return tuple(found)
-
-
-def _with_call(d: RouterDrift, a: Tensor, b: Tensor) -> RouterDrift:
-    """The drift of a layer with one more call of it."""
-    moved = ~(a.unsqueeze(2) == b.unsqueeze(1)).any(2)
-    return RouterDrift(
-        d.fqn,
-        tokens=d.tokens + len(a),
-        changed=d.changed + int(moved.any(1).sum()),
-        choices=d.choices + a.numel(),
-        moved=d.moved + int(moved.sum()),
-    )
 
 
 def changed_share(layers: Sequence[RouterDrift]) -> float:

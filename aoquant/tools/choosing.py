@@ -184,16 +184,11 @@ def measured(path: Path = MEASURED) -> dict[str, Measured]:
     """The lines of a file, by recipe."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = [line for line in file if not line.startswith("#")]
-    return {
-        row["recipe"]: Measured(
-            bits=float(row["bits"]),
-            float_model=float(row["float"]),
-            ptq=float(row["ptq"]),
-            qat=float(row["qat"]),
-            seeds=int(row["seeds"]),
-        )
-        for row in csv.DictReader(lines)
-    }
+    found = dict[str, Measured]()
+    for row in csv.DictReader(lines):
+        bits, base, ptq, qat = (float(row[name]) for name in ("bits", "float", "ptq", "qat"))
+        found[row["recipe"]] = Measured(bits, base, ptq, qat, int(row["seeds"]))
+    return found
 
 
 def source(path: Path = MEASURED) -> str:
@@ -213,17 +208,10 @@ def rows(
     mark = "`" if code else ""
     made: list[tuple[str, ...]] = []
     for c in choices:
-        m = found.get(c.recipe)
-        cells = (
-            ("not measured", "", "", "")
-            if m is None
-            else (
-                f"{m.bits:.2f}",
-                f"{m.ptq / m.float_model:.3f}",
-                f"{m.qat / m.float_model:.3f}",
-                str(m.seeds),
-            )
-        )
+        cells: tuple[str, ...] = ("not measured", "", "", "")
+        if (m := found.get(c.recipe)) is not None:
+            ratios = m.ptq / m.float_model, m.qat / m.float_model
+            cells = (f"{m.bits:.2f}", *(f"{ratio:.3f}" for ratio in ratios), str(m.seeds))
         made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *cells))
     return made
 

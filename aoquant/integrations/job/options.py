@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,15 +162,9 @@ class Options(Model, Layers, Training, Evaluation, Output):
         return self.train_text or [assets() / "train.jsonl"]
 
     def as_json(self) -> dict[str, Any]:
-        """The options in JSON's types."""
-        return {
-            name: [str(v) for v in value]
-            if isinstance(value, list)
-            else str(value)
-            if isinstance(value, Path)
-            else value
-            for name, value in dataclasses.asdict(self).items()
-        }
+        """Return the options in JSON's types."""
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +107,15 @@ class Result:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Result:
-        """The result in a finished run's `aoquant_run.json`."""
-        options = found["options"]
-        return cls(
-            recipe=options["recipe"],
-            out=Path(options["out"]),
-            stages=[Stage.from_json(s) for s in found["stages"]],
-            recovered=found["recovered"],
-            min_sqnr_db=float(found["min_sqnr_db"]),
-            rows=found["rows"],
-            reload=found["reload"],
-            coverage=found["coverage"],
-            stay_float=found["stay_float"],
-            trained_on=found["trained_on"],
-            skipped=found["skipped"],
-        )
+        """Return the result in a finished run's `aoquant_run.json`."""
+        numbers: dict[str, Any] = {name: found[name] for name in _RECORDED}
+        numbers["stages"] = [Stage.from_json(s) for s in found["stages"]]
+        numbers["min_sqnr_db"] = float(found["min_sqnr_db"])
+        return cls(recipe=found["options"]["recipe"], out=Path(found["options"]["out"]), **numbers)
+
+
+# fields in `aoquant_run.json`; recipe and out are among its options
+_RECORDED = [f.name for f in fields(Result) if f.name not in ("recipe", "out", "exported")]
 
 
 def write(result: Result, layers: Report, error: Report, record: Mapping[str, Any]) -> None:
@@ -132,18 +126,8 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
     text = f"# aoquant run: {result.recipe}\n\n{result.table()}\n\n## Prepared against converted\n\n"
     text += f"{layers.to_markdown()}\n\n## Float against quantised\n\n{error.to_markdown()}\n"
     (out / "report.md").write_text(text, encoding="utf-8")
-    numbers = {
-        **record,
-        "stages": [asdict(s) for s in result.stages],
-        "recovered": result.recovered,
-        "min_sqnr_db": str(result.min_sqnr_db),
-        "rows": result.rows,
-        "reload": result.reload,
-        "coverage": result.coverage,
-        "stay_float": result.stay_float,
-        "trained_on": result.trained_on,
-        "skipped": dict(result.skipped),
-    }
+    numbers = {name: value for name, value in asdict(result).items() if name in _RECORDED}
+    numbers = {**record, **numbers, "min_sqnr_db": str(result.min_sqnr_db)}
     for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
         write_json(folder / RESULTS, numbers)
 
