@@ -29,11 +29,7 @@ def checked_plan(model: nn.Module, config: Any, *, skip_incompatible: bool = Fal
 
 
 def ptq_plan(model: nn.Module, config: Any, *, skip_incompatible: bool = False) -> Plan:
-    """The plan of quantising without training.
-
-    Raises:
-        ValueError: as `checked_plan`, or `config` is one of training.
-    """
+    """The plan of quantising without training. Raises ValueError: as `checked_plan`, or `config` is one of training."""
     found = checked_plan(model, config, skip_incompatible=skip_incompatible)
     steps = {change.step for change in found.layers} | {change.step for change in found.experts}
     if steps - {"quantize"}:

@@ -136,11 +136,7 @@ def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[
 
 
 def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | None, gpu: str | None) -> Routes:
-    """The routes of one expert in each prepared or packed parameter of stacked experts.
-
-    Raises:
-        ValueError: none is.
-    """
+    """The routes of one expert in each prepared or packed parameter of stacked experts. Raises ValueError: none is."""
     titles, routes, served = list[str](), list[Route](), list[str]()
     for name in stacks_of(module):
         stack = getattr(module, name)

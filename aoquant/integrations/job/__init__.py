@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,6 +109,9 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         prepare(model, config, blocks, o.batch_size)
         return model
 
+    def stage_of(name: str, model: PreTrainedModel) -> Stage:
+        return folder.stage(name, lambda: Stage(name, score(model), model_bytes(model)))
+
     def tuned_stage() -> Stage:
         tuned = copy.deepcopy(float_model)
         finetune(tuned, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
@@ -121,8 +123,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         ranks.share(lambda: check_export(untrained, _engine_format(o), tokenizer))
         del untrained
     folder.begin()
-    stages = [folder.stage(FLOAT, lambda: Stage(FLOAT, score(float_model), model_bytes(float_model)))]
-    stages.append(folder.stage(TUNED, tuned_stage))
+    stages = [stage_of(FLOAT, float_model), folder.stage(TUNED, tuned_stage)]
     folder.forget(TUNED)
     ptq = folder.stage(PTQ, lambda: _ptq_stage(prepared_copy(), score))
 
@@ -132,71 +133,61 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     gc.collect()  # its shards, as at the end of a stage
     converted = copy.deepcopy(prepared)
     convert(converted)
-    qat = folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared)))
-    as_prepared = ptq.note  # why the kernel of the converted model does not run here
-    deployed = folder.stage(
-        CONVERTED,
-        lambda: Stage(
-            CONVERTED,
-            qat.perplexity if as_prepared else score(converted),
-            model_bytes(converted),
-            as_prepared,
-        ),
-    )
+    qat = stage_of(PREPARED, prepared)
+    if ptq.note:  # the kernel of the converted model does not run here
+        as_prepared = Stage(CONVERTED, qat.perplexity, model_bytes(converted), ptq.note)
+        deployed = folder.stage(CONVERTED, lambda: as_prepared)
+    else:
+        deployed = stage_of(CONVERTED, converted)
     stages += [ptq, qat, deployed]
-    end = _End(o, stages, tokenizer, float_model, prepared, converted, blocks, skipped, ranks.size)
-    result = ranks.share(end.write)
+    batch = {"input_ids": blocks[: o.batch_size].to(float_model.device)}
+    result = ranks.share(
+        lambda: _finish(o, stages, tokenizer, (float_model, prepared, converted), batch, skipped, ranks.size)
+    )
     folder.forget(PREPARED)
     return result
 
 
-@dataclass(frozen=True)
-class _End:
-    """What one rank does with the models when all stages are scored."""
-
-    o: Options
-    stages: list[Stage]
-    tokenizer: Any
-    float_model: PreTrainedModel
-    prepared: PreTrainedModel
-    converted: PreTrainedModel
-    blocks_BT: Tensor
-    skipped: Mapping[str, str]
-    ranks: int
-
-    def write(self) -> Result:
-        """Verify, save, reload, and write the report."""
-        o, prepared, converted = self.o, self.prepared, self.converted
-        stage = {s.name: s for s in self.stages}
-        not_run = bool(stage[PTQ].note)
-        batch = {"input_ids": self.blocks_BT[: o.batch_size].to(self.float_model.device)}
-        layers = verify(prepared, converted, batch, allow_not_run=not_run)
-        save_pretrained(converted, o.out / "checkpoint", self.tokenizer)
-        fingerprint = None if not_run else logits_fingerprint(converted, batch["input_ids"])
-        covered = coverage(prepared)
-        result = Result(
-            recipe=o.recipe,
-            out=o.out,
-            stages=self.stages,
-            recovered=recovered(*(stage[name].perplexity for name in (FLOAT, PTQ, CONVERTED))),
-            min_sqnr_db=layers.min_sqnr,
-            rows=len(layers.rows),
-            reload=_reload(o, batch["input_ids"], fingerprint),
-            coverage=str(covered),
-            stay_float=listed(covered.float_weights),
-            trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(str, o.texts))}",
-            skipped=self.skipped,
-        )
-        record = {
-            "options": o.as_json(),
-            "probe_ids": batch["input_ids"].tolist(),
-            "logits_sha256": fingerprint,
-            "aoquant": __version__,
-            "ranks": self.ranks,
-            **environment(o.device),
-        }
-        write(result, layers, report(self.float_model, prepared if not_run else converted, batch), record)
-        return result
+def _finish(
+    o: Options,
+    stages: list[Stage],
+    tokenizer: Any,
+    models: tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel],
+    batch: dict[str, Tensor],
+    skipped: Mapping[str, str],
+    ranks: int,
+) -> Result:
+    """Verify, save and reload what was scored, and write the report. models: float, prepared and converted."""
+    float_model, prepared, converted = models
+    stage = {s.name: s for s in stages}
+    not_run = bool(stage[PTQ].note)
+    layers = verify(prepared, converted, batch, allow_not_run=not_run)
+    save_pretrained(converted, o.out / "checkpoint", tokenizer)
+    fingerprint = None if not_run else logits_fingerprint(converted, batch["input_ids"])
+    covered = coverage(prepared)
+    result = Result(
+        recipe=o.recipe,
+        out=o.out,
+        stages=stages,
+        recovered=recovered(*(stage[name].perplexity for name in (FLOAT, PTQ, CONVERTED))),
+        min_sqnr_db=layers.min_sqnr,
+        rows=len(layers.rows),
+        reload=_reload(o, batch["input_ids"], fingerprint),
+        coverage=str(covered),
+        stay_float=listed(covered.float_weights),
+        trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(str, o.texts))}",
+        skipped=skipped,
+    )
+    record = {
+        "options": o.as_json(),
+        "probe_ids": batch["input_ids"].tolist(),
+        "logits_sha256": fingerprint,
+        "aoquant": __version__,
+        "ranks": ranks,
+        **environment(o.device),
+    }
+    write(result, layers, report(float_model, prepared if not_run else converted, batch), record)
+    return result
 
 
 def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
