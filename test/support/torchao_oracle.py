@@ -7,14 +7,26 @@ NVFP4's outer scale may be passed in, since torchao leaves the choice to its cal
 
 from __future__ import annotations
 
+import re
 import struct
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torchao
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4
+
+ROOT = Path(torchao.__file__).parent
+# each config that torchao's source registers a handler for, and its module
+HANDLED = {
+    name: ".".join(("torchao", *path.relative_to(ROOT).with_suffix("").parts))
+    for path in sorted(ROOT.rglob("*.py"))
+    for name in re.findall(r"^@register_quantize_module_handler\((\w+)\)", path.read_text(encoding="utf-8"), re.M)
+}
+del HANDLED["QATConfig"]  # not a base: what wraps one
 
 
 class Theirs(NamedTuple):

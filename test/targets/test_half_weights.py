@@ -97,18 +97,23 @@ def test_every_format_that_loses_in_float16_is_found(name: str) -> None:
         assert found[0] == 0 and min(found[1:]) > 0.9
 
 
+def _said_by(model: nn.Module, config: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AoquantWarning)
+        quantize_(model, config)
+    return sorted(str(s.message) for s in seen if "weight's float16" in str(s.message))
+
+
 @pytest.mark.parametrize("name", [*EXPERTS, "stretched2-g32/"])
 def test_stacked_experts_are_warned_of_once_a_parameter(name: str) -> None:
     experts = made("mixtral", "eager", torch.float16)
     with torch.no_grad():
         for p in experts.parameters():
             p.mul_(2e-4)
-    losing = name.startswith("stretched")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", AoquantWarning)
-        quantize_(experts, get_recipe(name).make())
-    said = sorted(str(s.message).split(":")[0] for s in seen if "weight's float16" in str(s.message))
-    assert said == (["experts.down_proj", "experts.gate_up_proj"] if losing else [])
+    losing = ["experts.down_proj", "experts.gate_up_proj"] if name.startswith("stretched") else []
+    said = _said_by(experts, QATConfig(name, step="prepare"))
+    assert [s.split(":")[0] for s in said] == losing
+    assert said == _said_by(experts, QATConfig(step="convert"))
 
 
 def test_a_part_of_the_rows_and_rows_of_zeros_count_as_they_are() -> None:
@@ -118,13 +123,6 @@ def test_a_part_of_the_rows_and_rows_of_zeros_count_as_they_are() -> None:
     w[16:32] = 0
     w[32:48] = w[32:48, :1]  # constant rows are exact but for the last bits of a scale
     assert half.share_lost(operand, operand.encode(w), w) == 16 / 64
-
-
-def _said_by(model: nn.Module, config: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", AoquantWarning)
-        quantize_(model, config)
-    return sorted(str(s.message) for s in seen if "weight's float16" in str(s.message))
 
 
 @pytest.mark.parametrize("name", ["torchao-int8", "torchao-int8-int4", "stretched2-g32/", "int8", "mxfp4", "int4-g32"])
@@ -138,14 +136,3 @@ def test_prepare_warns_as_convert_does(name: str, dtype: torch.dtype) -> None:
         assert said == _said_by(model, QATConfig(step="convert"))
         found += said
     assert bool(found) == (dtype == torch.float16 and name in ("torchao-int8", "torchao-int8-int4", "stretched2-g32/"))
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_prepare_warns_of_stacked_experts_as_convert_does(family: str) -> None:
-    experts = made(family, "eager", torch.float16)
-    with torch.no_grad():
-        for p in experts.parameters():
-            p.mul_(2e-4)
-    said = _said_by(experts, QATConfig("stretched2-g32/", step="prepare"))
-    assert [s.split(":")[0] for s in said] == ["experts.down_proj", "experts.gate_up_proj"]
-    assert said == _said_by(experts, QATConfig(step="convert"))

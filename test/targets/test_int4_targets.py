@@ -89,10 +89,7 @@ def test_convert_says_what_is_missing_and_leaves_the_model(name: str) -> None:
     quantize_(m, QATConfig(CONFIGS[name][0]))
     before, x = copy.deepcopy(m.state_dict()), torch.randn(4, 256).to(BF16)
     y = m["up"](x)
-    with pytest.raises(
-        ValueError,
-        match=r"up \(32, 256\): Int4\w+Tensor (cannot be packed here: .*(needs a GPU|runs on CUDA)|is packed on a GPU)",
-    ):
+    with pytest.raises(ValueError, match=r"up \(32, 256\): Int4\w+Tensor .*(GPU|CUDA)"):
         quantize_(m, QATConfig(step="convert"))
     assert torch.equal(m["up"](x), y)
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
@@ -130,7 +127,7 @@ def test_converting_to_another_dialect_or_layout_raises() -> None:
     for prepared, other in pairs:
         m = model()
         quantize_(m, QATConfig(prepared))
-        with pytest.raises(ValueError, match=r"up .*was prepared for .*and this config deploys"):
+        with pytest.raises(ValueError, match=r"up .*was prepared for"):
             quantize_(m, QATConfig(other, step="convert"))
 
 
@@ -148,7 +145,7 @@ def test_an_mslk_with_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch
     quantize_(model(), QATConfig(FP8_PLAIN))
     installed = "1.0.0"
     for config in (FP8_PRESHUFFLED, FP8_PLAIN, float8()):
-        with pytest.raises(ValueError, match=r"mslk-cuda 1\.0\.0 quantises fp8 rows by another formula"):
+        with pytest.raises(ValueError, match=r"mslk-cuda 1\.0\.0"):
             quantize_(model(), QATConfig(config))
     quantize_(model(), QATConfig(PRESHUFFLED))  # bf16 activations do not ask it
 
@@ -157,64 +154,59 @@ def int4(group: int = 128, packing: str = "plain", algorithm: str = "tinygemm", 
     return Int4WeightOnlyConfig(group, int4_packing_format=packing, int4_choose_qparams_algorithm=algorithm, **options)
 
 
-REFUSALS = {
-    "plain int32": (int4(packing="plain_int32"), {}, "Intel and Ascend accelerators"),
-    "da8w4": (Int8DynamicActivationInt4WeightConfig(), {}, r"in no released torchao.*IntxWeightConfig"),
-    "plain with HQQ": (int4(algorithm="hqq"), {}, "HQQ goes with .*tile_packed_to_4d alone"),
-    "preshuffled, groups of 32": (int4(32, "preshuffled"), {}, "wrong numbers, silently, .*multiple of 64, got 32"),
-    "preshuffled, N": (PRESHUFFLED, {"n": 24}, "N % 16 == 0 and K % 64 == 0, got N = 24"),
-    "preshuffled, float16": (PRESHUFFLED, {"dtype": F16}, "bfloat16 activations"),
-    "tile packed, groups of 512": (
-        int4(512, "tile_packed_to_4d"),
-        {"k": 512},
-        "group_size must be 32 or 64 or 128 or 256 here, got 512",
-    ),
-    "tile packed, float32": (TILES, {"dtype": F32}, "is bfloat16, got float32"),
-    "tile packed HQQ, padded": (
-        int4(64, "tile_packed_to_4d", "hqq"),
-        {},
-        r"multiple of 8 and K of 1024, got N = 32, K = 256",
-    ),
-    "tile packed, ragged": (TILES, {"k": 320}, "multiple of 128, got K = 320"),
-    "fp8 plain, ragged": (FP8_PLAIN, {"k": 320}, "multiple of 128, got K = 320"),
-    "fp8 plain, N": (FP8_PLAIN, {"n": 20}, "N % 8 == 0, got N = 20"),
-    "fp8 plain, float16": (FP8_PLAIN, {"dtype": F16}, "bfloat16 activations"),
-    "fp8 preshuffled, N": (FP8_PRESHUFFLED, {"n": 24}, "N % 16 == 0"),
-    "opaque, groups of 256": (
-        PrototypeInt4WeightOnlyConfig(256),
-        {},
-        "group_size must be 32 or 64 or 128 here, got 256",
-    ),
-    "opaque, N": (OPAQUE, {"n": 24}, "multiple of 16, got N = 24"),
-    "MSLK per tensor": (float8(PerTensor()), {}, "e4m3 and PerRow without bounds alone"),
-    "MSLK, float32": (float8(), {"dtype": F32}, "takes bfloat16 layers, got float32"),
+REFUSALS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain int32": (int4(packing="plain_int32"), {}),
+    "da8w4": (Int8DynamicActivationInt4WeightConfig(), {}),
+    "plain with HQQ": (int4(algorithm="hqq"), {}),
+    "preshuffled, groups of 32": (int4(32, "preshuffled"), {}),
+    "preshuffled, N": (PRESHUFFLED, {"n": 24}),
+    "preshuffled, float16": (PRESHUFFLED, {"dtype": F16}),
+    "tile packed, groups of 512": (int4(512, "tile_packed_to_4d"), {"k": 512}),
+    "tile packed, float32": (TILES, {"dtype": F32}),
+    "tile packed HQQ, padded": (int4(64, "tile_packed_to_4d", "hqq"), {}),
+    "tile packed, ragged": (TILES, {"k": 320}),
+    "fp8 plain, ragged": (FP8_PLAIN, {"k": 320}),
+    "fp8 plain, N": (FP8_PLAIN, {"n": 20}),
+    "fp8 plain, float16": (FP8_PLAIN, {"dtype": F16}),
+    "fp8 preshuffled, N": (FP8_PRESHUFFLED, {"n": 24}),
+    "opaque, groups of 256": (PrototypeInt4WeightOnlyConfig(256), {}),
+    "opaque, N": (OPAQUE, {"n": 24}),
+    "MSLK per tensor": (float8(PerTensor()), {}),
+    "MSLK, float32": (float8(), {"dtype": F32}),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals_name_layer_and_reason(case: str) -> None:
-    config, shape, reason = REFUSALS[case]
+def test_refusals_name_the_layer(case: str) -> None:
+    config, shape = REFUSALS[case]
     m = model(**shape)
     for given in (QATConfig(config), config):
-        with pytest.raises(ValueError, match=rf"up \(.*{reason}"):
+        with pytest.raises(ValueError, match=rf"up \({shape.get('n', 32)}, {shape.get('k', 256)}\)"):
             quantize_(m, given)
     assert type(m["up"]) is nn.Linear
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "reason"),
-    [
-        ("preshuffled", F32, "MSLK int4 kernel takes bfloat16 activations, got torch.float32"),
-        ("fp8 plain", F32, "fp8 activations returns bfloat16, got torch.float32"),
-        ("fp8 mslk", F16, "MSLK fp8 kernel returns bfloat16, got torch.float16"),
-        ("opaque", F32, "activations in the weight's dtype, torch.bfloat16, got torch.float32"),
-    ],
+    ("name", "dtype"), [("preshuffled", F32), ("fp8 plain", F32), ("fp8 mslk", F16), ("opaque", F32)]
 )
-def test_activations_that_the_kernel_cannot_take(name: str, dtype: torch.dtype, reason: str) -> None:
+def test_activations_that_the_kernel_cannot_take(name: str, dtype: torch.dtype) -> None:
     m = model()
     quantize_(m, QATConfig(CONFIGS[name][0]))
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=f"bfloat16.*{dtype}"):
         m["up"](torch.randn(2, 256).to(dtype))
+
+
+def test_layouts_and_backends_compute_one_product() -> None:
+    """The two MSLK layouts of bf16 weights are one function; the opaque contract is one order of additions."""
+    x = torch.randn(2, 3, 256).to(BF16)
+    outputs = {}
+    for name, config in (("shuffled", PRESHUFFLED), ("plain", Int4WeightOnlyConfig()), ("opaque", OPAQUE)):
+        m = model()
+        quantize_(m, QATConfig(config))
+        outputs[name] = m["up"](x)
+    assert torch.equal(outputs["shuffled"], outputs["plain"])
+    with backend("reference"):
+        assert torch.equal(m["up"](x), outputs["opaque"])
 
 
 def test_tile_packed_takes_any_activation_and_rounds_it_to_bf16() -> None:
@@ -255,44 +247,14 @@ def test_mslks_fp8_gemm_fuses_a_float32_bias() -> None:
             assert y[r, n].item() == float(want), (r, n)
 
 
-def test_shuffled_and_plain_are_one_product() -> None:
-    """For bf16 weights the two MSLK layouts compute one function, so one adapter serves both."""
-    x = torch.randn(8, 256).to(BF16)
-    outputs = []
-    for config in (PRESHUFFLED, Int4WeightOnlyConfig()):
-        m = model()
-        quantize_(m, QATConfig(config))
-        outputs.append(m["up"](x))
-    assert torch.equal(*outputs)
-
-
-def test_the_opaque_layer_equals_the_reference_backend_too() -> None:
-    """The contract is one order of additions, so backends cannot differ."""
-    m = model()
-    quantize_(m, QATConfig(OPAQUE))
-    x = torch.randn(2, 3, 256).to(BF16)
-    free = m["up"](x)
-    with backend("reference"):
-        assert torch.equal(m["up"](x), free)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
 def test_doctor_names_what_is_missing() -> None:
     rows = {r[0]: r[1:] for r in checks.recipes("cpu") if r[0].startswith("torchao-")}
     assert rows["torchao-int4-cpu"] == ("yes", "yes", "bit-equal")
-    for name, words in {
-        "torchao-int4-preshuffled": "preshuffle_i4 needs a GPU",
-        "torchao-int4-tile-packed": "_convert_weight_to_int4pack, which runs on CUDA",
-        "torchao-fp8-int4": "preshuffle_i4 needs a GPU",
-        "torchao-fp8-int4-plain": "f8i4bf16_rowwise needs a GPU",
-        "torchao-fp8-mslk": "f8f8bf16_rowwise needs a GPU",
-    }.items():
-        trains, runs, equal = rows[name]
-        assert (trains, equal) == ("yes", "not run") and words in runs, name
-    backends = dict(checks.backends("cpu"))
-    assert backends["torch._weight_int4pack_mm_for_cpu"] == "runs tinygemm_cpu"
-    assert "mslk" in backends and "runs" not in backends["mslk"]
-    assert set(ops.backend_names()) == set(backends)
+    for name in ("int4-preshuffled", "int4-tile-packed", "fp8-int4", "fp8-int4-plain", "fp8-mslk"):
+        trains, runs, equal = rows[f"torchao-{name}"]
+        assert (trains, equal) == ("yes", "not run") and ("GPU" in runs or "CUDA" in runs), name
+    assert set(ops.backend_names()) == set(dict(checks.backends("cpu")))
 
 
 def test_hqq_is_packed_on_the_device_that_trained() -> None:

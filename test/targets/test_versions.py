@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from torch import nn
 
 import aoquant
 from aoquant import MXFP4WeightConfig, QATConfig, quantize_
-from aoquant.formats import get_format
-from aoquant.ops import Request
-from aoquant.ops.gemm import torch_kernels
 from aoquant.targets import PROVED, resolve
 
 GOLDEN = sorted((Path(__file__).resolve().parent.parent / "golden").rglob("*.safetensors"))
@@ -73,23 +69,3 @@ def test_nothing_is_imported_that_a_later_torchao_deletes() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not [n for n in names if n.startswith(DELETED)], path
-
-
-def test_a_torchao_without_the_blockwise_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = torch_kernels.importlib.import_module
-
-    def without(name: str) -> Any:
-        if name.startswith(DELETED):
-            raise ModuleNotFoundError(name)
-        return real(name)
-
-    torch_kernels._blockwise_kernel.cache_clear()
-    monkeypatch.setattr(torch_kernels.importlib, "import_module", without)
-    monkeypatch.setattr(torch_kernels.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    formats = get_format("fp8-1x128"), get_format("fp8-128x128")
-    request = Request("fp8_blocks", *formats, torch.device("cuda"), torch.bfloat16, 8, 128, 128)
-    try:
-        assert "no torchao.kernel.blockwise_quantization" in str(torch_kernels._why_not_blockwise(request))
-    finally:
-        torch_kernels._blockwise_kernel.cache_clear()
