@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.export_cases import byte_level, converted, llama
 
-from aoquant import PackedWeightConfig, QATConfig, cli, explain, export, quantize_
+from aoquant import PackedWeightConfig, QATConfig, export, quantize_
 from aoquant.export import FORMATS, gguf_arch
 from aoquant.recipes import get_recipe
 
@@ -84,17 +83,9 @@ def test_no_format_is_advised_that_knows_no_such_model(tmp_path: Path, monkeypat
     assert set(FORMATS) == {"compressed-tensors", "modelopt", "gguf"}
 
 
-def test_every_group_with_different_outer_scales_is_listed(tmp_path: Path) -> None:
-    model = converted("nvfp4-pow2")
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.per_tensor_scale.mul_(64)
-    with pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn: .*layers\.1\.self_attn: .*vllm-nvfp4-weight"):
-        export(model, tmp_path / "out")
-
-
 @pytest.mark.parametrize("gpu", ["h100", "H200"])
 def test_the_route_that_is_advised_on_hopper_exports(gpu: str, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="leaves NVFP4 layers' activations in bfloat16.*the recipe vllm-nvfp4-weight"):
+    with pytest.warns(UserWarning, match=r"leaves NVFP4 layers' activations in bfloat16.*the recipe vllm-nvfp4-weight"):
         QATConfig("vllm-nvfp4", engine="vllm", gpu=gpu)
     model = llama()
     with warnings.catch_warnings(action="error"):
@@ -102,26 +93,3 @@ def test_the_route_that_is_advised_on_hopper_exports(gpu: str, tmp_path: Path) -
     quantize_(model, QATConfig(step="convert"))
     for format in ("compressed-tensors", "modelopt"):
         export(model, tmp_path / format, format)
-
-
-def test_a_recipe_by_name_brings_its_scales() -> None:
-    assert QATConfig("vllm-nvfp4").scales == "static"
-    assert QATConfig("vllm-nvfp4", scales="dynamic").scales == "dynamic" and QATConfig("nvfp4").scales == "dynamic"
-
-
-def test_the_hardware_note(capsys: pytest.CaptureFixture[str]) -> None:
-    layer = torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16))
-    quantize_(layer, get_recipe("mxfp4-weight").prepare())
-    assert "on Hopper activations stay in bfloat16" in str(explain(layer[0]))
-    cli.main(["recipes"])
-    assert "on Hopper activations stay in bfloat16" in capsys.readouterr().out
-    with pytest.warns(UserWarning, match="vLLM's formats cannot hold q4_0"):
-        QATConfig("gguf-q4_0", engine="vllm")
-
-
-def test_activations_stay_where_the_folder_holds_them(tmp_path: Path) -> None:
-    for activation, recipe in {"int8-row-vllm": "intx4-g32-asym/int8-row-vllm", "nvfp4-row": "intx4-g32-asym/"}.items():
-        model = converted(PackedWeightConfig("int4-g32", activation))
-        said = refusal(model, "compressed-tensors", tmp_path / "out")
-        assert f"train the recipe {recipe} (integer zero points)" in said
-        assert get_recipe(recipe).make().recipe().fprop_weight.name == "intx4-g32-asym"

@@ -9,6 +9,7 @@ import shutil
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,18 +40,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_and_its_model_give_the_same_tensors(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main(
-        [
-            "export",
-            str(saved),
-            "--format",
-            "compressed-tensors",
-            "--out",
-            str(tmp_path / "a"),
-            "--max-shard-size",
-            "80KB",
-        ]
-    )
+    options = ["--format", "compressed-tensors", "--out", str(tmp_path / "a"), "--max-shard-size", "80KB"]
+    cli.main(["export", str(saved), *options])
     assert "written" in capsys.readouterr().out
     export(load_pretrained(saved), tmp_path / "b", max_shard_size="80KB")
     a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
@@ -135,64 +126,54 @@ def test_skipped_layers_are_floats(tmp_path: Path) -> None:
         export(model, tmp_path / "other", skip=["q_porj"])
 
 
-def test_layers_that_do_not_fit_are_listed_before_anything_is_written(saved: Path, tmp_path: Path) -> None:
+def of(config: Any) -> Any:
     model = llama()
-    quantize_(
-        model, FqnToConfig({r"re:.*down_proj": Int4WeightConfig(128), "_default": PackedWeightConfig("intx4-g32")})
-    )
-    out = tmp_path / "out"
-    expected = (
-        r"(?s)2 layer\(s\) do not fit compressed-tensors.*layers\.\*\.mlp\.down_proj: no scheme holds int4-g128\. "
-        r"Instead: train the recipe intx4-g128-asym/ .*\(2 layers\)"
-    )
-    with pytest.raises(ValueError, match=expected):
-        export(model, out)
-    cases = {
-        "its outer scale": converted("nvfp4-static:0.0009"),
-        "no scheme holds gridflip": converted("gridflip"),
-        "behind a transform": converted(PackedWeightConfig("hadamard32-inverse+mxfp4", "hadamard32+mxfp4")),
-        "make an outer scale in every call": converted(PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4")),
-    }
-    for message, other in cases.items():
-        with pytest.raises(ValueError, match=message):
-            export(other, out)
-    foreign = llama()
-    quantize_(foreign, Int8WeightOnlyConfig())
-    with pytest.raises(ValueError, match="it is torchao's Int8Tensor"):
-        export(foreign, out)
-    embeddings = llama()
-    quantize_(embeddings, FqnToConfig({"model.embed_tokens": PackedWeightConfig("intx4-g32"), "_default": None}))
-    with pytest.raises(ValueError, match="it is an embedding, and engines read embeddings as floats"):
-        export(embeddings, out)
+    quantize_(model, config)
+    return model
+
+
+INT4, FP8 = PackedWeightConfig("intx4-g32"), PackedWeightConfig("fp8-row", "fp8-row-vllm")
+MIXED = FqnToConfig({r"re:.*down_proj": Int4WeightConfig(128), "_default": INT4})
+HIDDEN = PackedWeightConfig("hadamard32-inverse+mxfp4", "hadamard32+mxfp4")
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "two layers": (lambda: of(MIXED), "compressed-tensors", r"(?s)layers\.\*\.mlp\.down_proj: .*intx4-g128-asym/ .*\(2 layers\)"),
+    "outer scale": (lambda: converted("nvfp4-static:0.0009"), "compressed-tensors", "its outer scale"),
+    "no scheme": (lambda: converted("gridflip"), "compressed-tensors", "gridflip"),
+    "transform": (lambda: converted(HIDDEN), "compressed-tensors", "behind a transform"),
+    "dynamic": (lambda: converted(PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4")), "compressed-tensors", "outer scale in"),
+    "torchao's": (lambda: of(Int8WeightOnlyConfig()), "compressed-tensors", "Int8Tensor"),
+    "embedding": (lambda: of(FqnToConfig({"model.embed_tokens": INT4, "_default": None})), "compressed-tensors", "embed_tokens"),
+    "float": (llama, "compressed-tensors", "quantised"),
+    "prepared": (lambda: of(QATConfig(INT4, step="prepare")), "compressed-tensors", "prepared and not converted"),
+    "a layer": (lambda: torch.nn.Linear(2, 2), "compressed-tensors", "Linear"),
+    "a format": (lambda: converted("intx4-g128"), "ggml", "'ggml'"),
+    "no tokenizer": (lambda: converted("q4_0"), "gguf", r"tokenizer\.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(case: str, tmp_path: Path) -> None:
+    make, format, name = REFUSED[case]
+    with pytest.raises(ValueError, match=name):
+        export(make(), tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_converted_model_is_refused(saved: Path, tmp_path: Path) -> None:
-    out, model = tmp_path / "out", llama()
-    with pytest.raises(ValueError, match="no layer of the model is quantised"):
-        export(model, out)
-    quantize_(model, QATConfig(PackedWeightConfig("intx4-g32"), step="prepare"))
-    with pytest.raises(ValueError, match="are prepared and not converted"):
-        export(model, out)
-    with pytest.raises(ValueError, match="export writes Hugging Face models, got Linear"):
-        export(torch.nn.Linear(2, 2), out)
-    with pytest.raises(ValueError, match="format is one of compressed-tensors, modelopt, gguf, got 'ggml'"):
-        export(saved, out, "ggml")
+@pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])
+def test_a_full_folder_and_a_tokenizers_name_are_refused(saved: Path, format: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer .*'gpt2'"):
+        export(converted("q8_0" if format == "gguf" else "intx4-g128"), tmp_path / "out", format, tokenizer="gpt2")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-    out.mkdir()
-    (out / "mine").write_text("")
-    for format in ("compressed-tensors", "gguf"):
-        with pytest.raises(ValueError, match="exists and is not an empty folder"):
-            export(saved, out, format)
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ValueError, match="not an empty folder"):
+        export(saved, tmp_path, format)
 
 
 def test_fused_layers_of_several_schemes_are_named(tmp_path: Path) -> None:
     model = llama()
-    fp8, int4 = PackedWeightConfig("fp8-row", "fp8-row-vllm"), PackedWeightConfig("intx4-g32", contract="dequantize")
-    quantize_(model, FqnToConfig({"re:.*q_proj": fp8, "_default": int4}))
-    with pytest.warns(
-        UserWarning, match=r"vLLM fuses.*refuses.*layers\.0\.self_attn\.\{q_proj, k_proj, v_proj\}.*layers\.1"
-    ):
+    int4 = PackedWeightConfig("intx4-g32", contract="dequantize")
+    quantize_(model, FqnToConfig({"re:.*q_proj": FP8, "_default": int4}))
+    with pytest.warns(UserWarning, match=r"layers\.0\.self_attn\.\{q_proj, k_proj, v_proj\}.*layers\.1"):
         export(model, tmp_path / "mixed")
     with pytest.warns(UserWarning, match=r"vLLM fuses.*up_proj"):
         export(converted("intx4-g128"), tmp_path / "skipped", skip=["*.up_proj"])
@@ -203,37 +184,21 @@ def test_fused_layers_of_several_schemes_are_named(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_is_its_checkpoint(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "run" / "checkpoint")
-    with pytest.raises(ValueError, match=r"run holds the results of aoquant run: use .*run/checkpoint"):
+    with pytest.raises(ValueError, match="run/checkpoint"):
         load_pretrained(tmp_path / "run")
     a, b = export(saved, tmp_path / "a"), export(tmp_path / "run", tmp_path / "b")
     for file in ("model.safetensors", "config.json"):
         assert (a / file).read_bytes() == (b / file).read_bytes()
-    with pytest.raises(ValueError, match=r"a: is a compressed-tensors folder .* aoquant\.load_pretrained reads it"):
+    with pytest.raises(ValueError, match=r"a: .*load_pretrained"):
         export(a, tmp_path / "again")
-
-
-@pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])
-def test_a_tokenizers_name_is_refused_before_anything_is_written(format: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer is a transformers tokenizer.*got 'gpt2'"):
-        export(converted("q8_0" if format == "gguf" else "intx4-g128"), tmp_path / "out", format, tokenizer="gpt2")  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
+    modelopt = export(converted(FP8), tmp_path / "modelopt", "modelopt")
+    with pytest.raises(ValueError, match="ModelOpt"):
+        load_pretrained(modelopt)
 
 
 def test_another_contract_than_the_engines_is_said_once(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"rounded once, .*trained as 'aoquant' \(14 layers"):
+    with pytest.warns(UserWarning, match=r"'aoquant' .14 layers"):
         export(converted(PackedWeightConfig("intx4-g128")), tmp_path / "aoquant")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         export(converted("intx4-g128"), tmp_path / "dequantize")
-
-
-def test_a_missing_tokenizer_names_the_folder_of_the_user(saved: Path, tmp_path: Path) -> None:
-    model = converted(PackedWeightConfig("q4_0"))
-    with pytest.raises(ValueError, match=r"^gguf: the model in memory has no tokenizer\.json"):
-        export(model, tmp_path / "out", "gguf")
-
-
-def test_modelopt_folders_are_for_engines(tmp_path: Path) -> None:
-    out = export(converted(PackedWeightConfig("fp8-row", "fp8-row-vllm")), tmp_path / "out", "modelopt")
-    with pytest.raises(ValueError, match=r"ModelOpt's layout is for vLLM, SGLang and TensorRT-LLM.*compressed-tensors"):
-        load_pretrained(out)

@@ -60,23 +60,27 @@ def altered(folder: Path, change: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("where", ["targets", "ignore"])
-def test_a_pattern_that_is_none_is_refused(where: str, tmp_path: Path) -> None:
+INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "name"),
+    [
+        ("targets", ["re:("], r"config\.json"),
+        ("ignore", ["re:("], r"config\.json"),
+        ("output_activations", INT8, "output_activations"),
+    ],
+)
+def test_patterns_that_are_none_and_quantised_outputs_are_refused(
+    where: str, value: Any, name: str, tmp_path: Path
+) -> None:
     export(packed(llama()), tmp_path / "out")
 
     def change(config: dict[str, Any]) -> None:
-        (config if where == "ignore" else config["config_groups"]["group_0"])[where] = ["re:("]
+        (config if where == "ignore" else config["config_groups"]["group_0"])[where] = value
 
     altered(tmp_path / "out", change)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_pretrained(tmp_path / "out", verify_checksums=False)
-
-
-def test_quantised_outputs_are_refused(tmp_path: Path) -> None:
-    export(packed(llama()), tmp_path / "out")
-    outputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-    altered(tmp_path / "out", lambda config: config["config_groups"]["group_0"].update(output_activations=outputs))
-    with pytest.raises(ValueError, match="output_activations"):
+    with pytest.raises(ValueError, match=name):
         load_pretrained(tmp_path / "out", verify_checksums=False)
 
 

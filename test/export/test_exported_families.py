@@ -138,24 +138,16 @@ def test_names_of_a_published_checkpoint_are_kept(tmp_path: Path) -> None:
         assert torch.equal(outputs("llava", load_pretrained(out, type(model))), outputs("llava", model))
 
 
-def test_the_class_of_an_export_is_named(tmp_path: Path) -> None:
-    model = float_model("vit", tmp_path / "float")
-    quantize("vit", model, "intx4-g32")
-    out = export(model, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"holds a ViTForIm\w+, so give model_class=transformers\.ViTForImageCl"):
-        load_pretrained(out)
-
-
-@pytest.mark.parametrize("family", ["bert", "clip", "wav2vec2", "whisper"])
+@pytest.mark.parametrize("family", ["bert", "clip", "wav2vec2", "whisper", "vit"])
 def test_the_class_of_a_checkpoint_is_named(family: str, tmp_path: Path) -> None:
-    """Return whether transformers has a causal LM for the config or not."""
+    """Whether transformers has a causal LM for the config or not; of an export too."""
     model = float_model(family, tmp_path / "float")
     kind = type(model).__name__
     if family == "bert":
         kind, model = "BertForSequenceClassification", transformers.BertForSequenceClassification(model.config)
     quantize(family, model, "intx4-g32")
-    save_pretrained(model, tmp_path / "saved")
-    with pytest.raises(ValueError, match=rf"holds a {kind}, so give model_class=transformers\.{kind}$"):
+    (export if family == "vit" else save_pretrained)(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match=rf"transformers\.{kind}$"):
         load_pretrained(tmp_path / "saved")
 
 
@@ -163,44 +155,30 @@ def test_layers_that_are_no_nn_linear_are_refused(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
     quantize_(model, PackedWeightConfig("intx4-g32", contract="dequantize"))
-    with pytest.raises(
-        ValueError, match=r"attn\.c_attn: it is transformers' Conv1D, and readers of compressed-tensors"
-    ):
+    with pytest.raises(ValueError, match=r"attn\.c_attn: .*Conv1D"):
         export(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def _adapter(model: Any) -> None:
-    """Leave a tensor in a layer, as an adapter does."""
-    model.model.layers[0].self_attn.q_proj.register_parameter("lora_A", nn.Parameter(torch.zeros(2, 64)))
+def changed(name: str, model: Any) -> None:
+    """Leave a tensor in a layer, as an adapter does, or take one away."""
+    attention = model.model.layers[0].self_attn
+    if name == "q_proj.lora_A":
+        attention.q_proj.register_parameter("lora_A", nn.Parameter(torch.zeros(2, 64)))
+    elif name == "head_scale":
+        attention.k_proj.register_buffer("head_scale", torch.ones(2))
+    elif name == "v_proj.bias":
+        attention.v_proj.bias = None
+    else:
+        model.model.norm.weight = nn.Parameter(torch.ones(32))
 
 
-def _per_head_scale(model: Any) -> None:
-    model.model.layers[0].self_attn.k_proj.register_buffer("head_scale", torch.ones(2))
-
-
-def _without_bias(model: Any) -> None:
-    model.model.layers[0].self_attn.v_proj.bias = None
-
-
-def _other_norm(model: Any) -> None:
-    model.model.norm.weight = nn.Parameter(torch.ones(32))
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (_adapter, "q_proj.lora_A"),
-        (_per_head_scale, "head_scale"),
-        (_without_bias, "v_proj.bias"),
-        (_other_norm, "model.norm.weight"),
-    ],
-)
-def test_tensors_that_no_engine_would_find_are_refused(change: Any, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["q_proj.lora_A", "head_scale", "v_proj.bias", "model.norm.weight"])
+def test_tensors_that_no_engine_would_find_are_refused(name: str, tmp_path: Path) -> None:
     model = float_model("qwen2", tmp_path / "float")
     quantize("qwen2", model, "intx4-g32")
-    change(model)
-    with pytest.raises(ValueError, match=rf"^Qwen2ForCausalLM: its tensors are not those .*{name}"):
+    changed(name, model)
+    with pytest.raises(ValueError, match=rf"^Qwen2ForCausalLM: .*{name}"):
         export(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -214,7 +192,7 @@ def test_a_head_that_was_untied_is_exported_apart_or_refused(family: str, tmp_pa
     model.config.tie_word_embeddings = False
     quantize(family, model, "intx4-g32")
     if family == "t5":
-        with pytest.raises(ValueError, match=r"tie or untie weights as the config says"):
+        with pytest.raises(ValueError, match="tie or untie"):
             export(model, tmp_path / "out")
         return
     stock = type(model).from_pretrained(export(model, tmp_path / "out")).eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,7 @@ def test_siblings_share_an_outer_scale_when_they_are_quantised_at_once(tmp_path:
     assert all(shared[n] == own[n] for n in own if not any(n in g for g in groups))
     for layout in LAYOUTS:
         export(model, tmp_path / layout, layout)
-        with pytest.raises(
-            ValueError, match=r"under one outer scale.*\n.*or quantise with 'vllm-nvfp4-weight' without"
-        ):
+        with pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn: .*layers\.1\.self_attn: .*vllm-nvfp4-weight"):
             export(alone, tmp_path / "refused", layout)
 
 
@@ -117,7 +114,7 @@ def test_what_transformers_reads_of_the_mixtral_is_said(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(f"ignore:.*{EXPERTS_IN_TRANSFORMERS}")
 def test_activations_of_experts_stay_float_by_name(tmp_path: Path) -> None:
     model = moe_models.model_of("mixtral").eval()
-    with pytest.raises(ValueError, match=r"no calibrated activation scale.*\(nvfp4-pow2-static\).*vllm-nvfp4-weight"):
+    with pytest.raises(ValueError, match=r"nvfp4-pow2-static.*vllm-nvfp4-weight"):
         quantize_(model, QATConfig("vllm-nvfp4"))
     experts, rest = QATConfig("vllm-nvfp4-weight"), QATConfig("vllm-nvfp4")
     quantize_(model, FqnToConfig({r"re:.*\.experts": experts, r"re:.*self_attn\..*": rest}))
@@ -141,7 +138,7 @@ def test_dynamic_outer_scales_are_refused_with_the_way_out(recipe: str, tmp_path
         quantize_(model, QATConfig(step="convert"))
         return model
 
-    with pytest.raises(ValueError, match=rf"'{recipe}'.* under their own scales='static', not 'dynamic'"):
+    with pytest.raises(ValueError, match=rf"'{recipe}'.*'dynamic'"):
         export(trained(scales="dynamic"), tmp_path / "refused")
     export(trained(), tmp_path / "out")
 
@@ -152,10 +149,9 @@ def test_per_tensor_scales_of_siblings_are_checked(tmp_path: Path) -> None:
     calibrate(model, [IDS])
     quantize_(model, QATConfig(step="convert"))
     for layout in LAYOUTS:
-        with pytest.raises(ValueError, match="under one weight scale, and theirs differ") as caught:
+        with pytest.raises(ValueError, match="under one weight scale") as caught:
             export(model, tmp_path / "refused", layout)
-        assert len(re.findall("activation scale, and", str(caught.value))) == 0  # one input, one scale
-        assert "recipe vllm-fp8" in str(caught.value)
+        assert "activation scale, and" not in str(caught.value) and "vllm-fp8" in str(caught.value)  # one input's scale
     skip = ["*.[qkv]_proj", "*.gate_proj", "*.up_proj"]
     for layout in LAYOUTS:
         export(model, tmp_path / layout, layout, skip=skip)
@@ -173,13 +169,9 @@ def test_learned_activation_scales_of_siblings_are_checked(tmp_path: Path) -> No
         quantize_(model, QATConfig(step="convert"))
         return model
 
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: .*one activation scale.*\n.*leave them static"):
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: .*activation scale"):
         export(trained("learned"), tmp_path / "refused")
     export(trained("static"), tmp_path / "out")
-
-
-def test_blocks_of_one_scale_are_no_scales_of_the_whole(tmp_path: Path) -> None:
-    export(converted(PackedWeightConfig("fp8-128x128", "fp8-1x128")), tmp_path / "out")
 
 
 # ---- groups that are given by name
@@ -199,7 +191,7 @@ def test_given_groups_stay_shared_and_are_checked(tmp_path: Path) -> None:
     export(model, tmp_path / "out")
     model.get_submodule(O_AND_DOWN[0]).weight.per_tensor_scale.mul_(2)
     for layout in LAYOUTS:
-        with pytest.raises(ValueError, match=r"theirs differ \(o_proj .*, down_proj .*\)"):
+        with pytest.raises(ValueError, match=r"o_proj .*down_proj "):
             export(model, tmp_path / "refused", layout)
 
 
@@ -212,3 +204,5 @@ def test_groups_that_overlap_are_one() -> None:
     calibrate(model, [IDS])
     scales = {getattr(attention, f"{n}_proj").weight_outer.item() for n in "qkvo"}
     assert len(scales) == 1
+    with pytest.raises(ValueError, match="lm_head"):
+        share_outer_scales(model, [["lm_head"]])

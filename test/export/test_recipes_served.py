@@ -17,8 +17,6 @@ from support.models import IDS
 
 from aoquant import calibrate, explain, export, load_pretrained, quantize_
 from aoquant.config import PackedWeightConfig, QATConfig
-from aoquant.layers.qat import QATLinear
-from aoquant.planning.fused import share_outer_scales, siblings
 from aoquant.recipes import get_recipe
 
 VLLM = ["vllm-w4a16-g128", "vllm-w4a16-g32", "vllm-fp8", "vllm-int8", "vllm-nvfp4", "vllm-mxfp4"]
@@ -80,7 +78,7 @@ def test_calibrated_outer_scales_of_activations_survive_the_export(tmp_path: Pat
 def test_an_outer_scale_that_its_stored_reciprocal_does_not_give_back_is_refused(tmp_path: Path) -> None:
     lost, kept = 0.0002325148816453293, 0.00030517578125
     model = converted(PackedWeightConfig("nvfp4-static:0.0009765625", f"nvfp4-static:{lost}"))
-    with pytest.raises(ValueError, match=r"outer scale 0\.000232515 is stored as a reciprocal.*format='modelopt'"):
+    with pytest.raises(ValueError, match=r"0\.000232515.*format='modelopt'"):
         export(model, tmp_path / "out")
     export(model, tmp_path / "modelopt", "modelopt")
     export(converted(PackedWeightConfig("nvfp4-static:0.0009765625", f"nvfp4-static:{kept}")), tmp_path / "kept")
@@ -94,29 +92,6 @@ def test_recipes_for_llama_cpp(name: str, tmp_path: Path) -> None:
     found = tensors["blk.1.ffn_down.weight"]
     values = torch.from_numpy(gguf.quants.dequantize(found.data, found.tensor_type))
     assert torch.equal(values, packed(model)["model.layers.1.mlp.down_proj"].dequantize(torch.float32))
-
-
-def test_siblings_share_an_outer_scale_that_survives_training_and_calibration() -> None:
-    model = llama()
-    quantize_(model, get_recipe("vllm-nvfp4").prepare())
-
-    def scales() -> dict[str, float]:
-        return {n: m.weight_outer.item() for n, m in model.named_modules() if isinstance(m, QATLinear)}
-
-    before = scales()
-    groups = siblings(before)
-    assert len(groups) == 4 and {len(g) for g in groups} == {2, 3}
-    assert all(len({before[n] for n in group}) == 1 for group in groups)
-    model.model.layers[0].self_attn.k_proj.weight.data *= 8
-    calibrate(model, [IDS])
-    after = scales()
-    first = [n for n in after if "layers.0.self_attn" in n and "o_proj" not in n]
-    assert all(after[n] == 8 * before[n] or after[n] > before[n] for n in first) and len({after[n] for n in first}) == 1
-    named = ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
-    model.model.layers[0].mlp.down_proj.weight_outer *= 4
-    assert share_outer_scales(model, [named]) == 1 and len({scales()[n] for n in named}) == 1
-    with pytest.raises(ValueError, match="lm_head is no prepared layer with format nvfp4-pow2"):
-        share_outer_scales(model, [["lm_head"]])
 
 
 @pytest.mark.parametrize(
@@ -196,14 +171,3 @@ def test_prepare_foresees_what_export_refuses(name: str, tmp_path: Path) -> None
         except ValueError:
             pass
     assert warned == (taken == 0)
-
-
-def test_engines_that_are_not_known() -> None:
-    base = PackedWeightConfig("intx4-g32")
-    for arguments, message in (
-        ({"engine": "tgi"}, "engine is one of vllm, llama.cpp, got 'tgi'"),
-        ({"engine": "vllm", "gpu": "a100"}, "gpu is one of h100, h200, b200"),
-        ({"gpu": "h100"}, "give engine too"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            QATConfig(base, step="prepare", **arguments)
