@@ -205,17 +205,6 @@ def test_without_calibration_forward_and_convert_say_what_to_do() -> None:
     assert torch.equal(model(batches(1)[0]), Model()(batches(1)[0]))
 
 
-def test_observe_then_convert_is_ptq_with_static_scales() -> None:
-    """No training in between; the result is the float weights' dynamic codes, with a constant activation scale."""
-    model = prepared("int8")
-    quantize_(model, QATConfig(step="convert"))
-    plain = Model()
-    quantize_(plain, Int8WeightConfig())
-    assert torch.equal(model.up.weight.qdata, plain.up.weight.qdata)
-    assert torch.equal(model.up.weight.scale, plain.up.weight.scale)
-    assert re.fullmatch(r"int8-tensor-static:[\d.e-]+", model.up.weight.activation)
-
-
 @pytest.mark.parametrize("name", ["int8", "intx3-learned"])
 def test_layers_that_share_a_weight_cannot_hold_scales(name: str) -> None:
     config, options = CONFIGS[name]

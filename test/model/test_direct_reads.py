@@ -151,15 +151,6 @@ def _pickled(model: nn.Module) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-def test_a_weight_outlives_its_layer() -> None:
-    model, x = prepared(Model(_Product.apply)), torch.randn(2, 64)
-    model(x)
-    weight = model.b.weight
-    del model.b
-    gc.collect()
-    assert said(lambda: weight.square().sum().backward()) == []  # type: ignore[operator]
-
-
 class WithPenalty(Model):
     """Reads every weight, and multiplies no activation by one."""
 
@@ -331,6 +322,13 @@ def test_reads_of_a_float_model_are_found_before_anything_is_prepared() -> None:
 
 
 def test_the_hooks_of_weights_die_with_their_model() -> None:
+    """And a weight outlives its layer."""
+    model, x = prepared(Model(_Product.apply)), torch.randn(2, 64)
+    model(x)
+    weight = model.b.weight
+    del model.b
+    gc.collect()
+    assert said(lambda: weight.square().sum().backward()) == []  # type: ignore[operator]
     model = prepared(Model(None))
     assert {id(model.a.weight), id(model.b.weight)} <= set(unread)
     before = len(unread)

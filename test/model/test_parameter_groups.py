@@ -146,12 +146,3 @@ def test_a_scale_that_is_not_positive_is_told_at_log_save_and_convert(value: flo
     assert not_positive(model) is None
     model.model.layers[0].mlp.up_proj.weight_scale.data[3] = float("nan")
     assert "up_proj.weight_scale (nan)" in str(not_positive(model))
-
-
-def test_steps_do_not_read_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aoquant.integrations import trainer
-
-    calls: list[str] = []
-    monkeypatch.setattr(trainer, "not_positive", lambda model: calls.append("read"))
-    trainer(prepared(Int8WeightConfig()), tmp_path, logging_strategy="no").train()
-    assert len(calls) <= 1  # the last line that the Trainer logs, when training ends

@@ -69,16 +69,6 @@ def test_what_is_forced_runs_alone(monkeypatch: pytest.MonkeyPatch, how: str) ->
     assert "an error" in str(found)
 
 
-def test_a_forced_backend_that_cannot_run_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    m, x = layer(), torch.randn(2, 64, dtype=torch.bfloat16)
-    with backend("mslk"), pytest.raises(ValueError, match="'mslk'"):
-        m(x)
-    for name in ("tensor-cores", "nonsense"):
-        monkeypatch.setenv("AOQUANT_BACKEND", name)
-        with pytest.raises(ValueError, match=f"'{name}'"):
-            m(x)
-
-
 def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
     m = layer()
     packed = copy.deepcopy(m)
@@ -164,7 +154,7 @@ def test_what_has_no_router_is_refused() -> None:
     converted = copy.deepcopy(model)
     quantize_(converted, Int8DynamicActivationInt8WeightConfig())
     for what, name in ((model, "Sequential"), (model[0], "Linear"), (converted[0], "Int8Tensor"), ("nvfp4", "str")):
-        with pytest.raises(ValueError, match=f"got {name}"):
+        with pytest.raises(ValueError, match=name):
             explain(what)
 
 

@@ -251,13 +251,9 @@ def test_a_gate_of_another_width_and_other_experts_are_no_routers() -> None:
     assert isinstance(model.output_gate, QATLinear) and isinstance(model.shared_expert_gate, QATLinear)
     attention = nn.ModuleDict({"k_proj": nn.Linear(64, 8), "experts": nn.Linear(64, 8)})
     assert routers_of(attention) == {}
-
-
-def test_a_layer_of_attention_with_as_many_rows_as_experts_is_not_frozen() -> None:
-    """Gemma 4's experts lie beside attention, whose k_proj may have a row for each expert."""
-    model = gemma()
-    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 8, bias=False)
-    assert freeze_routers(model) == [f"model.layers.{i}.router" for i in range(2)]
+    beside = gemma()  # whose experts lie beside attention, which may have a row for each of them
+    beside.model.layers[0].self_attn.q_proj = nn.Linear(64, 8, bias=False)
+    assert freeze_routers(beside) == [f"model.layers.{i}.router" for i in range(2)]
 
 
 def test_a_router_that_casts_its_layer_in_every_forward_runs_converted() -> None:
@@ -271,15 +267,12 @@ def test_a_router_that_casts_its_layer_in_every_forward_runs_converted() -> None
     assert torch.equal(model(**batch).logits, wanted)
 
 
-def test_a_linear_layer_that_its_router_reads_stays_float() -> None:
+def test_a_linear_layer_that_its_router_reads_routes_alike() -> None:
     torch.manual_seed(0)
     model: Any = longcat().to(torch.bfloat16).eval()
     for p in model.parameters():
         p.data.normal_(0, 0.05)
     quantize_(model, QATConfig("int4-g32", step="prepare"), strict=True)
-    (weight,) = [w for w in coverage(model).float_weights if "router" in w.names[0]]
-    assert weight.names == ("model.layers.0.mlp.router.classifier.weight",)
-    assert weight.state == "default" and "a router" in weight.about
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
     assert [layer.changed for layer in router_drift(model, converted, BATCH)] == [0]
