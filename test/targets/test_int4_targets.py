@@ -25,10 +25,9 @@ from torchao.quantization import (
 )
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import QATConfig, backend, ops, quantize_
+from aoquant import QATConfig, backend, quantize_
 from aoquant.formats import AffineHQQ
 from aoquant.targets import resolve
-from aoquant.tools import doctor as checks
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -245,16 +244,6 @@ def test_mslks_fp8_gemm_fuses_a_float32_bias() -> None:
             product = rounded(Fraction(acc[r, n].item()) * Fraction(sx[r].item()), F32) * Fraction(sw[n].item())
             want = rounded(rounded(product + Fraction(m["up"].bias[n].item()), F32), BF16)
             assert y[r, n].item() == float(want), (r, n)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
-def test_doctor_names_what_is_missing() -> None:
-    rows = {r[0]: r[1:] for r in checks.recipes("cpu") if r[0].startswith("torchao-")}
-    assert rows["torchao-int4-cpu"] == ("yes", "yes", "bit-equal")
-    for name in ("int4-preshuffled", "int4-tile-packed", "fp8-int4", "fp8-int4-plain", "fp8-mslk"):
-        trains, runs, equal = rows[f"torchao-{name}"]
-        assert (trains, equal) == ("yes", "not run") and ("GPU" in runs or "CUDA" in runs), name
-    assert set(ops.backend_names()) == set(dict(checks.backends("cpu")))
 
 
 def test_hqq_is_packed_on_the_device_that_trained() -> None:
