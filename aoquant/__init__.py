@@ -9,12 +9,8 @@ quantize_(model, QATConfig(step="convert"))  # the same outputs, packed
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from aoquant import _quiet
-
-_quiet.quiet_the_command()  # first: torchao and torch log while they are imported
-
-from aoquant import _register as _register  # then: it checks torchao
-from aoquant._warning import AoquantWarning
+from aoquant import _register as _register  # first: it checks torchao
+from aoquant._messages import AoquantWarning
 from aoquant.calibrate import calibrate
 from aoquant.config import (
     FP8WeightConfig,

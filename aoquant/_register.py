@@ -16,19 +16,39 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
-
-from aoquant import _moved as _moved  # old import paths
+from typing import Any
 
 TORCHAO = ">=0.18"
-_HF_QUANTIZERS = "transformers.quantizers.auto"
-_HF_MODELS = "transformers.modeling_utils"
-_TRAINER = "transformers.trainer"
-_LORA = "peft.tuners.lora.model"
-_CONV1D = "transformers.pytorch_utils"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
+_LORA = "peft.tuners.lora.model"
+
+# module of another library -> (module of aoquant.integrations that is installed in it, errors that leave it as it was:
+# a transformers that aoquant cannot build on works as it did; aoquant.load_pretrained and save_pretrained say why)
+_INSTALLED: tuple[tuple[str, str, tuple[type[Exception], ...]], ...] = (
+    ("transformers.pytorch_utils", "conv1d", ()),
+    ("transformers.quantizers.auto", "hf_quantizer", (ImportError, AttributeError, AssertionError, KeyError)),
+    ("transformers.trainer", "trainer", (ImportError, AttributeError)),
+    ("transformers.modeling_utils", "pretrained_model", ()),
+)
+
+# old module -> where its classes are now. Pickles name a class by its module, and load through this table alone.
+MOVED = {
+    "aoquant.embedding": "aoquant.layers.embedding",
+    "aoquant.integrations.peft_parameters": "aoquant.integrations.peft_layers",
+    "aoquant.plan": "aoquant.planning.plan",
+    "aoquant.qat": "aoquant.layers.qat",
+    "aoquant.sharded": "aoquant.parallel.packed",
+}
+
+# what torchao logs for each of its libraries that was built for another Python or GPU, and torch for each Enum of
+# torchao's that is registered in an old way
+_LOGGED = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
 
 
 def register() -> None:
@@ -37,6 +57,8 @@ def register() -> None:
     Raises:
         ImportError: this torchao lacks a name that aoquant builds on.
     """
+    _quiet_the_command()  # before torch is imported
+    sys.modules.update({old: _Moved(old) for old in MOVED})
     try:
         from torchao.core.config import ALLOWED_AO_MODULES
 
@@ -48,24 +70,70 @@ def register() -> None:
             f"aoquant builds on torchao {TORCHAO}, and torchao {version('torchao')} with torch {version('torch')} lacks "
             f"what it needs: {error}"
         ) from error
-    ALLOWED_AO_MODULES.add("aoquant._config_types")
+    ALLOWED_AO_MODULES.add(_config_module(handlers.OWN_CONFIGS).__name__)
     _config_guard.guard_configs()
     handlers.register()
     no_rows.install()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
     _when_imported(_LORA, _teach_adapters)
-    _when_imported(_CONV1D, _teach_conv1d)
-    _when_imported(_HF_QUANTIZERS, _extend_quantizer)
-    _when_imported(_TRAINER, _spare_scales)
-    _when_imported(_HF_MODELS, _wrap_methods)
+    for name, own, tolerated in _INSTALLED:
+        _when_imported(name, _installer(own, tolerated))
 
 
 def version(package: str) -> str:
-    """Of an installed distribution, for error messages."""
+    """Return the version of an installed distribution, for error messages."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+class _Moved(ModuleType):
+    """A module whose attributes are those of the module that replaced it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # inspect asks every module for its __file__
+            raise AttributeError(name)
+        return getattr(importlib.import_module(MOVED[self.__name__]), name)
+
+
+def _quiet_the_command() -> None:
+    """Keep the lines of `_LOGGED` off the terminal in a process of `aoquant` or `python -m aoquant`.
+
+    A program in Python may use torchao itself. The command never calls those libraries unsaid (`aoquant doctor`).
+    """
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    if script == "-m":  # what stands there until the module is found
+        script = _python_m(sys.orig_argv)
+    if script in ("aoquant", "aoquant.exe"):
+        for logger, line in _LOGGED.items():
+            logging.getLogger(logger).addFilter(_without(line))
+
+
+def _without(line: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not str(record.msg).startswith(line)
+
+
+def _python_m(arguments: list[str]) -> str:
+    """Return the module of `python -m`: behind -m, behind flags and an m as in -um, or joined to it as in -mNAME."""
+    for argument, following in zip(arguments[1:], [*arguments[2:], ""], strict=False):
+        if found := re.fullmatch("-[bBdEiIOPqRsSuvVx]*m(.*)", argument):  # flags without a value of their own
+            return found[1] or following
+    return ""
+
+
+def _config_module(own: Sequence[type]) -> ModuleType:
+    """Return the module that torchao searches for classes that a checkpoint's config names.
+
+    torchao calls what it finds there, so the module holds configs and what they hold, and nothing else.
+    """
+    from aoquant.hybrid import Cast, HybridConfig
+    from aoquant.transforms import WUSH, Hadamard
+
+    module = ModuleType("aoquant._config_types")
+    vars(module).update({cls.__name__: cls for cls in (*own, Cast, HybridConfig, Hadamard, WUSH)})
+    sys.modules[module.__name__] = module
+    return module
 
 
 def _allow_packed_tensor(module: ModuleType) -> None:
@@ -101,30 +169,14 @@ def _teach_adapters(module: ModuleType) -> None:
         ) from error
 
 
-def _teach_conv1d(module: ModuleType) -> None:
-    from aoquant.integrations import conv1d as conv1d
+def _installer(name: str, tolerated: tuple[type[Exception], ...]) -> Callable[[ModuleType], None]:
+    def install(module: ModuleType) -> None:
+        with contextlib.suppress(*tolerated):
+            own = importlib.import_module(f"aoquant.integrations.{name}")
+            if hasattr(own, "install"):  # conv1d teaches by its import
+                own.install(module)
 
-
-def _spare_scales(module: ModuleType) -> None:
-    # a transformers whose Trainer has other names trains as it did
-    with contextlib.suppress(ImportError, AttributeError):
-        from aoquant.integrations import trainer
-
-        trainer.install(module)
-
-
-def _extend_quantizer(module: ModuleType) -> None:
-    # a transformers that aoquant cannot build on works as it did; aoquant.load_pretrained and save_pretrained say why
-    with contextlib.suppress(ImportError, AttributeError, AssertionError, KeyError):
-        from aoquant.integrations import hf_quantizer
-
-        hf_quantizer.install(module)
-
-
-def _wrap_methods(module: ModuleType) -> None:
-    from aoquant.integrations import pretrained_model
-
-    pretrained_model.install(module)
+    return install
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

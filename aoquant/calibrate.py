@@ -25,15 +25,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model, listed, track
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import PreparedModule, QATLinear
 from aoquant.planning import fused
-from aoquant.planning.listing import listed
-from aoquant.planning.progress import track
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
 

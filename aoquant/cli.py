@@ -8,14 +8,47 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from aoquant.advice import for_the_command_line
 from aoquant.formats import COMPOSED, get_format, list_formats
+
+# Most errors come from the library, whose users write Python: "leave it out with filter_fn". These are the phrases that
+# an error of the commands can hold, with what does the same there.
+ADVICE = {
+    "aoquant.coverage(model) lists every parameter; strict=True raises instead": "the report lists them; --strict stops instead",
+    "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
+    "leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
+    "leave that layer out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave that layer out with --skip NAME",
+    "leave it out with filter_fn": "leave it out with --skip NAME",
+    "leave it out": "leave it out with --skip NAME",
+    "leave the layer out": "leave the layer out with --skip NAME or --skip-incompatible",
+    "choose layers with filter_fn": "choose layers with --layers NAME",
+    "check filter_fn and the patterns": "check --layers and --skip",
+    "unless filter_fn or FqnToConfig names them": "unless --embeddings or --layers NAME=RECIPE names them",
+    "choose both, with one config, by filter_fn or FqnToConfig": "choose both, by --embeddings",
+    "choose a group that divides K": "choose a recipe whose group divides K (`aoquant recipes`)",
+    "choose a config that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels": (
+        "choose a recipe whose name does not begin with torchao (`aoquant recipes`)"
+    ),
+    "load the model whole and use aoquant.quantize_": "load the model whole, in Python, and use aoquant.quantize_",
+    "quantize_(model, QATConfig(config, step='prepare')), aoquant.calibrate(model, forward_loop), then "
+    "quantize_(model, QATConfig(step='convert'))": "`aoquant run` calibrates it",
+    'aoquant.FP8WeightConfig(granularity="block")': "--recipe fp8-block",
+    "aoquant.FP8WeightConfig": "--recipe fp8",
+    "aoquant.MXFP8WeightConfig": "--recipe mxfp8",
+    "aoquant.NVFP4WeightConfig": "--recipe nvfp4",
+}
+_PHRASE = re.compile("|".join(re.escape(phrase) for phrase in sorted(ADVICE, key=len, reverse=True)))
+
+
+def for_the_command_line(message: str) -> str:
+    """The message with options of the command line in place of Python calls."""
+    return _PHRASE.sub(lambda match: ADVICE[match[0]], message)
 
 
 def _run(arguments: list[str]) -> Callable[..., None]:
@@ -235,6 +268,34 @@ def _print_table(rows: Sequence[tuple[Any, ...]], heads: tuple[str, ...]) -> Non
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=texts))
 
 
+def export(
+    checkpoint: Path,
+    /,
+    format: Literal["compressed-tensors", "modelopt", "gguf"],
+    out: Path,
+    skip: tuple[str, ...] = (),
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write a converted checkpoint for a serving engine, one layer in memory at a time. Nothing is rounded.
+
+    A layer whose numbers the format cannot hold is an error that names it and the nearest format that fits; nothing is
+    written then. An export that was interrupted continues when the same command is given again, but of gguf
+    starts anew.
+
+    Args:
+        checkpoint: folder that `aoquant run`, `aoquant convert` or `aoquant.save_pretrained` wrote; of a run, its
+            converted model.
+        format: compressed-tensors (vLLM, SGLang, transformers), modelopt (vLLM, SGLang, TensorRT-LLM) or gguf
+            (llama.cpp).
+        out: folder to write; must not exist, or be empty.
+        skip: quantised layers to write as floats: names, globs or re: patterns.
+        max_shard_size: of the safetensors files, such as 5GB.
+    """
+    from aoquant.export import export as write
+
+    print(f"written: {write(checkpoint, out, format, skip=skip, max_shard_size=max_shard_size)}")
+
+
 # Commands import what they need themselves: `aoquant formats` does not wait for transformers.
 COMMANDS = {
     "run": "evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table",
@@ -252,10 +313,6 @@ def _command(name: str, arguments: list[str]) -> Callable[..., None]:
     """Return the function that tyro calls with a command's arguments."""
     if name == "run":
         return _run(arguments)
-    if name == "export":
-        from aoquant.export.command import command
-
-        return command
     if name == "recipes":
         import tyro
 
@@ -263,6 +320,7 @@ def _command(name: str, arguments: list[str]) -> Callable[..., None]:
     commands: dict[str, Callable[..., None]] = {
         "eval": evaluate,
         "convert": convert,
+        "export": export,
         "verify": verify,
         "formats": formats,
         "recipes": recipes,

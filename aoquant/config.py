@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import FqnToConfig
 
 from aoquant import serving
-from aoquant._options import check_types, choice, group_size, rule_of
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -38,18 +39,64 @@ from aoquant.formats import (
     get_operand,
 )
 from aoquant.formats.operand import SCALES
-from aoquant.hybrid import HybridConfig
+from aoquant.hybrid import HybridConfig, backward_slots, check_seed
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
 STEPS = ("prepare", "convert")
-BACKWARD = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
 MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
 # every expert, stacked or a list of layers, but a router that lies among them (JetMoe's attention)
 ALL_EXPERTS = r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?"
 # attention under the names that models give it; Nemotron-H calls it "mixer", as its other layers, so by its layers, too
 ATTENTION = r"re:(?i:(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?|.*\.[qkvo]_proj)"
+
+FIND: list[Callable[[str], Any]] = []  # `recipes.get_recipe` alone, which adds itself: recipes are made of configs
+
+# how messages call a type
+TYPES: dict[type, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Transform: "aoquant.Hadamard(size) or aoquant.WUSH(size)",
+    NoneType: "None",
+}
+
+
+def check_types(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each of the given values has its type, which is among `TYPES` or a union of them; others
+    are not checked.
+
+    True and False are no numbers here, though Python counts them as integers; an integer is a number.
+    """
+    for name, type_ in types.items():
+        allowed = get_args(type_) if isinstance(type_, UnionType) else (type_,)
+        if not TYPES.keys() >= set(allowed):
+            continue
+        got = given[name]
+        wide = (*allowed, int) if float in allowed else allowed
+        if not (bool in allowed if isinstance(got, bool) else isinstance(got, wide)):
+            raise ValueError(f"{owner}: {name} takes {' or '.join(TYPES[t] for t in allowed)}, got {got!r}")
+
+
+def rule_of(config: str, rules: Mapping[str, tuple[str, ...]], numerics: str, got: str) -> str:
+    """`got`, which has to be one of the rules of those numerics."""
+    if got not in rules[numerics]:
+        homes = [repr(n) for n, found in rules.items() if got in found]
+        raise ValueError(
+            f"{config}: with numerics={numerics!r}, rule must be one of {', '.join(rules[numerics])}, got {got!r}"
+            + (f", which goes with numerics={' or '.join(homes)}" if homes else "")
+        )
+    return got
+
+
+def choice(config: Any, name: str, *allowed: str) -> str:
+    """Return a config's value of that name, which has to be one of `allowed`."""
+    got: str = getattr(config, name)
+    if got not in allowed:
+        raise ValueError(f"{type(config).__name__}: {name} must be one of {', '.join(allowed)}, got {got!r}")
+    return got
 
 
 @dataclass
@@ -85,6 +132,8 @@ class WeightConfig(AOBaseConfig):
                 f"{type(self).__name__}: the checkpoint has schema {self.version}, and this aoquant reads schemas up to "
                 f"{SCHEMA}: upgrade aoquant, or save the checkpoint again with this version"
             )
+        if (group := getattr(self, "group_size", None)) is not None and group < 1:
+            raise ValueError(f"{type(self).__name__}: group_size must be an integer of at least 1, got {group!r}")
         self.complete()
         self.recipe()  # a wrong name or number is an error here, not in the middle of a model
 
@@ -97,7 +146,7 @@ class Int4WeightConfig(WeightConfig):
     activation: str | None = None
 
     def weight_format(self) -> Format | Operand:
-        return get_format(f"int4-g{group_size('Int4WeightConfig', self.group_size)}")
+        return get_format(f"int4-g{self.group_size}")
 
 
 @dataclass
@@ -120,7 +169,7 @@ class IntxWeightConfig(WeightConfig):
             raise ValueError(f"IntxWeightConfig: bits must be {least} to 8 with mapping={mapping!r}, got {self.bits}")
         if self.group_size is None:
             return Affine(self.bits, mapping=mapping)
-        return Affine(self.bits, "group", group_size("IntxWeightConfig", self.group_size), mapping)
+        return Affine(self.bits, "group", self.group_size, mapping)
 
 
 @dataclass
@@ -316,23 +365,24 @@ def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
     return dataclasses.replace(recipe, fprop_input=operand, input_scales="static" if static else "dynamic")
 
 
-def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
-    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, and a HybridConfig's sources; none for
-    None.
+def by_layer(configs: Mapping[str, Any]) -> FqnToConfig:
+    """Return torchao's `FqnToConfig`, without its warning of "_default"."""
+    with warnings.catch_warnings():  # plans know "_default", and checkpoints name every layer
+        warnings.filterwarnings("ignore", message="Config Deprecation: _default")
+        return FqnToConfig(dict(configs))
+
+
+def named(config: Any) -> Any:
+    """Return `config` with PTQ configs in the place of recipes' names: alone, or a value of FqnToConfig.
+
+    Raises:
+        ValueError: no recipe has that name; the message lists the nearest.
     """
-    if backward is None:
-        return {}
-    if isinstance(backward, HybridConfig):
-        return backward.slots()
-    if not isinstance(backward, str):
-        raise ValueError(
-            f"backward is {', '.join(BACKWARD)}, the name of a format for gradients, a HybridConfig or None, got {backward!r}"
-        )
-    try:
-        operand = get_operand(BACKWARD.get(backward, backward))
-    except ValueError as error:
-        raise ValueError(f"backward is {', '.join(BACKWARD)}, or a format for gradients: {error}") from None
-    return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), operand)
+    if isinstance(config, str):
+        return FIND[0](config).make()
+    if isinstance(config, FqnToConfig) and any(isinstance(c, str) for c in config.fqn_to_config.values()):
+        return by_layer({name: named(c) for name, c in config.fqn_to_config.items()})
+    return config
 
 
 @dataclass
@@ -390,11 +440,9 @@ class QATConfig(AOBaseConfig):
         engine: str | None = None,
         gpu: str | None = None,
     ) -> None:
-        from aoquant.recipes import get_recipe, named  # recipes are made of configs
-
         self.step = str(getattr(step, "value", step)).lower()
         if isinstance(base_config, str) and self.step == "prepare":
-            training = get_recipe(base_config).training
+            training = FIND[0](base_config).training
             backward = training.get("backward") if backward is None else backward
             straight_through = training.get("straight_through") if straight_through is None else straight_through
             scales = training.get("scales") if scales is None else scales
@@ -410,23 +458,14 @@ class QATConfig(AOBaseConfig):
             raise ValueError(f"QATConfig: seed={seed!r}, and its HybridConfig has seed={own}: give one of them")
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
-        self._check_training()
-        self._check_base()
-        for said in self._served():
-            warnings.warn(said, AoquantWarning, stacklevel=2)
-
-    def _check_training(self) -> None:
-        """Raise ValueError for what training does not know."""
-        if self.straight_through not in STRAIGHT_THROUGH:
-            raise ValueError(
-                f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {self.straight_through!r}"
-            )
-        if self.scales not in SCALES:
-            raise ValueError(f"QATConfig: scales is one of {', '.join(SCALES)}, got {self.scales!r}")
+        for name, known in (("straight_through", STRAIGHT_THROUGH), ("scales", SCALES)):
+            if (got := getattr(self, name)) not in known:
+                raise ValueError(f"QATConfig: {name} is one of {', '.join(known)}, got {got!r}")
         backward_slots(self.backward)  # a wrong name is an error here
-        seed: object = self.seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
-            raise ValueError(f"QATConfig: seed must be an integer of 0 to 2^32 - 1, got {seed!r}")
+        check_seed("QATConfig", self.seed)
+        self._check_base()
+        for said in self._differences():
+            warnings.warn(said, AoquantWarning, stacklevel=2)
 
     def _check_base(self) -> None:
         """Raise ValueError unless base, parts and step go together."""
@@ -449,39 +488,15 @@ class QATConfig(AOBaseConfig):
         if self.step == "convert" and parts:
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
 
-    def _served(self) -> list[str]:
-        """What the engine will compute otherwise than is trained.
+    def _differences(self) -> list[str]:
+        """Return what the engine will compute otherwise than is trained.
 
         Raises:
             ValueError: the engine, or where it runs, is not known.
         """
-        engine, gpu, base_config = self.engine, self.gpu, self.base_config
-        if engine is None:
-            if gpu is not None:
-                raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
-            return []
-        serving.check(engine, gpu)
-        by_name = base_config.fqn_to_config if isinstance(base_config, FqnToConfig) else {"": base_config}
-        bases = {repr(b): b for b in by_name.values() if isinstance(b, WeightConfig)}
-        said = list[str]()
-        for base in bases.values() if self.step == "prepare" else ():
-            recipe = base.recipe().holding(self.scales)
-            said += serving.differences(recipe, engine, gpu)
-            said += serving.refused(recipe, engine, experts=ALL_EXPERTS in by_name)
-        return said
-
-
-__all__ = [
-    "FP8WeightConfig",
-    "GridFlipFP4WeightConfig",
-    "Int4WeightConfig",
-    "Int8WeightConfig",
-    "IntxWeightConfig",
-    "MXFP4WeightConfig",
-    "MXFP8WeightConfig",
-    "NVFP4WeightConfig",
-    "Packed4WeightConfig",
-    "PackedWeightConfig",
-    "QATConfig",
-    "WeightConfig",
-]
+        by_name = (
+            self.base_config.fqn_to_config if isinstance(self.base_config, FqnToConfig) else {"": self.base_config}
+        )
+        bases = {repr(b): b for b in by_name.values() if isinstance(b, WeightConfig) and self.step == "prepare"}
+        recipes = [base.recipe().holding(self.scales) for base in bases.values()]
+        return serving.foreseen(recipes, self.engine, self.gpu, experts=ALL_EXPERTS in by_name)

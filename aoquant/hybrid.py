@@ -24,15 +24,14 @@ from torchao.core.config import AOBaseConfig
 from aoquant.formats import HighPrecision, Operand, get_operand
 from aoquant.formats.delayed import SELECTS
 from aoquant.layers import law
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.layers.recipe import BACKWARD, LinearRecipe
 from aoquant.layers.sides import SAVES
 
 BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
 SOURCES = {"dgrad_weight": "forward"}  # default source of each cast; "original" for the casts that are not here
-PAIRS = {
-    "dgrad": ("dgrad_grad_output", "dgrad_weight"),
-    "wgrad": ("wgrad_grad_output", "wgrad_input"),
-}
+METHODS = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
+FPROP = ("fprop_input", "fprop_weight")
+PAIRS = {"dgrad": BACKWARD[:2], "wgrad": BACKWARD[2:]}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class HybridConfig(AOBaseConfig):
     amax_select: str = "max"
 
     def __post_init__(self) -> None:
-        for slot in ("fprop_input", "fprop_weight", *PAIRS["dgrad"], *PAIRS["wgrad"]):
+        for slot in (*FPROP, *BACKWARD):
             given = getattr(self, slot)
             if not isinstance(given, Cast | str | None):
                 raise ValueError(f"HybridConfig: {slot} is a Cast, the name of a format or None, got {given!r}")
@@ -96,8 +95,7 @@ class HybridConfig(AOBaseConfig):
                 raise ValueError(f"HybridConfig: {slot}: {error}") from None
         if self.save not in SAVES[1:]:
             raise ValueError(f"HybridConfig: save is one of {', '.join(SAVES[1:])}, got {self.save!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"HybridConfig: seed must be an integer of 0 to 2^32 - 1, got {self.seed!r}")
+        check_seed("HybridConfig", self.seed)
         steps = self.amax_history
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0 or self.amax_select not in SELECTS:
             raise ValueError(
@@ -110,18 +108,14 @@ class HybridConfig(AOBaseConfig):
     @classmethod
     def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> HybridConfig:
         """One format for both operands of fprop, another for those of dgrad and wgrad. options: further fields."""
-        return cls(fprop_input=fwd, fprop_weight=fwd, **cls._backward(bwd), **options)
+        return cls(fprop_input=fwd, fprop_weight=fwd, **dict.fromkeys(BACKWARD, bwd), **options)
 
     @classmethod
     def bwd(cls, bwd: str | None, **options: Any) -> HybridConfig:
         """One format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
         backward=HybridConfig.bwd("te-nvfp4"))`.
         """
-        return cls(**cls._backward(bwd), **options)
-
-    @staticmethod
-    def _backward(bwd: str | None) -> dict[str, Any]:
-        return dict.fromkeys((*PAIRS["dgrad"], *PAIRS["wgrad"]), bwd)
+        return cls(**dict.fromkeys(BACKWARD, bwd), **options)
 
     def cast(self, slot: str) -> Cast:
         """The cast of an operand: a name of `LinearRecipe`'s slots."""
@@ -134,16 +128,16 @@ class HybridConfig(AOBaseConfig):
 
     def slots(self) -> dict[str, Any]:
         """The arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
-        operands = {slot: self.cast(slot).operand() for pair in PAIRS.values() for slot in pair}
+        operands = {slot: self.cast(slot).operand() for slot in BACKWARD}
         sources = {"weight_source": self.cast("dgrad_weight").source, "input_source": self.cast("wgrad_input").source}
         return {**operands, **sources, "save": self.save, "history": self.amax_history, "select": self.amax_select}
 
     def forward(self) -> dict[str, Operand | None]:
         """The operands of fprop that the config names, by slot."""
-        return {s: self.cast(s).operand() for s in ("fprop_input", "fprop_weight") if not self.has_base(s)}
+        return {s: self.cast(s).operand() for s in FPROP if not self.has_base(s)}
 
     def _why_not(self) -> str | None:
-        for slot in ("fprop_input", "fprop_weight"):
+        for slot in FPROP:
             if self.cast(slot).source != "original":
                 return f'fprop: {slot}: forward starts from the original, got source="forward"'
         for slot, operand in self.forward().items():
@@ -176,6 +170,31 @@ class HybridConfig(AOBaseConfig):
     def replaced(self, **fields: Any) -> HybridConfig:
         """This config with other fields."""
         return dataclasses.replace(self, **fields)
+
+
+def check_seed(config: str, seed: object) -> None:
+    """Raise ValueError unless the seed of a config is an integer that random numbers take."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise ValueError(f"{config}: seed must be an integer of 0 to 2^32 - 1, got {seed!r}")
+
+
+def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
+    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, and a HybridConfig's sources; none for
+    None.
+    """
+    if backward is None:
+        return {}
+    if isinstance(backward, HybridConfig):
+        return backward.slots()
+    if not isinstance(backward, str):
+        raise ValueError(
+            f"backward is {', '.join(METHODS)}, the name of a format for gradients, a HybridConfig or None, got {backward!r}"
+        )
+    try:
+        operand = get_operand(METHODS.get(backward, backward))
+    except ValueError as error:
+        raise ValueError(f"backward is {', '.join(METHODS)}, or a format for gradients: {error}") from None
+    return dict.fromkeys(BACKWARD, operand)
 
 
 torch.serialization.add_safe_globals([Cast, HybridConfig])  # torch.load(weights_only=True)

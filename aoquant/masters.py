@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torchao.quantization import FqnToConfig
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.config import QATConfig
 from aoquant.hybrid import HybridConfig
 from aoquant.layers.kinds import kind_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.layers.learned_scales import learned_scales
 from aoquant.planning.heads import heads
 

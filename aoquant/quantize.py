@@ -31,9 +31,8 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant._arguments import check_model
-from aoquant._warning import AoquantWarning
-from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant._messages import AoquantWarning, check_model, track
+from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path, replaced
 from aoquant.layers.learned_scales import not_positive
@@ -43,12 +42,12 @@ from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
 from aoquant.planning import coverage, experts, fused, half
+from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter, is_asked
-from aoquant.planning.plan import LayerChange, Plan, plan
-from aoquant.planning.progress import track
+from aoquant.planning.plan import Plan, plan
 from aoquant.planning.restore import restoring
 from aoquant.planning.tied import identity
-from aoquant.recipes import named, trained
+from aoquant.recipes import trained
 from aoquant.targets.kernels import why_not_run
 from aoquant.tensor import PackedTensor
 
@@ -197,9 +196,9 @@ def _what_it_is_now(module: nn.Module | None) -> str:
 def _remember(planned: Plan) -> None:
     """Keep on each layer that was skipped why, for `aoquant.coverage`."""
     for chosen in planned.choice.layers:
-        vars(chosen.layer).pop(coverage.SKIPPED, None)
+        vars(chosen.module).pop(coverage.SKIPPED, None)
         if chosen.fqn in planned.skipped:
-            vars(chosen.layer)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
+            vars(chosen.module)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
 
 
 def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
@@ -208,7 +207,7 @@ def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
     for change in planned.layers:
         if change.step == "prepare":
             continue
-        n, k = change.layer.matrix(change.module.weight).shape
+        n, k = change.kind.matrix(change.module.weight).shape
         where = change.module.weight.device if device is None else torch.device(device)
         if (reason := why_not_run(change.target, where, change.dtype, n, k)) is not None:
             found.setdefault((change.target.tensor, reason), []).append(change.fqn)
@@ -225,7 +224,7 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
     """Carry out every change, or none. device, undo: as `quantize_` has them."""
     _check_device(model, planned, device)
     stacks = planned.experts
-    shared = fused.shared_at_once(planned.layers, _matrix)
+    shared = fused.shared_at_once(planned.layers, Change.matrix)
     changes = [dataclasses.replace(c, scales=shared[c.fqn]) if c.fqn in shared else c for c in planned.layers]
     converted = {id(c.module.weight) for c in changes if c.step != "prepare"}
     converted |= {id(c.weight) for c in stacks if c.step != "prepare"}
@@ -272,7 +271,7 @@ def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | 
         )
 
 
-def _try(changes: list[LayerChange], kept: Collection[int], device: torch.device | str | None) -> None:
+def _try(changes: list[Change], kept: Collection[int], device: torch.device | str | None) -> None:
     """Pack one weight of every kind that cannot be put back, and forget it, so that a kernel's packer refuses before
     anything changes.
     """
@@ -293,7 +292,7 @@ def _try(changes: list[LayerChange], kept: Collection[int], device: torch.device
 
 
 def apply(
-    change: LayerChange, packed: dict[Hashable, nn.Parameter] | None = None, device: torch.device | str | None = None
+    change: Change, packed: dict[Hashable, nn.Parameter] | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
     """Carry out one layer's change. packed: weights done so far, by the `identity` of the original.
 
@@ -306,7 +305,7 @@ def apply(
         if isinstance(module, QATLinear):
             module.replace(prepared)
             return module
-        layer = change.layer.prepared.prepare(module, prepared)
+        layer = change.kind.prepared.prepare(module, prepared)
         recipe = prepared.recipe
         calibrated = not (recipe.fitted or recipe.history)  # others hold nothing yet that a weight could be encoded by
         if layer.weight.dtype == torch.float16 and calibrated and not isinstance(layer.weight, DTensor):
@@ -361,7 +360,7 @@ def _warn_of_half(fqn: str, layer: QATLayer) -> None:
 
 
 @torch.no_grad()
-def pack(change: LayerChange, weight: Tensor, device: torch.device | str | None) -> Tensor:
+def pack(change: Change, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The deployed tensor (N, K) of a layer's float weight, under the scales that the layer holds or its change has.
 
     weight: as the layer stores it. device: where the tensor is made, by default where the weight is. Autocast changes
@@ -374,10 +373,10 @@ def pack(change: LayerChange, weight: Tensor, device: torch.device | str | None)
         return _packed(change, weight, device)
 
 
-def _packed(change: LayerChange, weight: Tensor, device: torch.device | str | None) -> Tensor:
+def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """`pack`, without autocast."""
     module, target, scales = change.module, change.target, change.scales
-    trained = change.layer.matrix(weight.detach()).to(dtype=change.dtype).contiguous()
+    trained = change.kind.matrix(weight.detach()).to(dtype=change.dtype).contiguous()
     weight = trained.to(device)
     if isinstance(weight, DTensor):
         return sharded.pack(weight, target.recipe)
@@ -403,11 +402,6 @@ def _packed(change: LayerChange, weight: Tensor, device: torch.device | str | No
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
         raise ValueError(f"{change.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
-
-
-def _matrix(change: LayerChange) -> Tensor:
-    """The weight (N, K) of a change."""
-    return change.layer.matrix(change.module.weight.detach())
 
 
 def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:

@@ -10,7 +10,6 @@ from the config, so a new recipe is a new row here.
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +32,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from aoquant.config import (
     ALL_EXPERTS,
     ATTENTION,
+    FIND,
     FP8WeightConfig,
     GridFlipFP4WeightConfig,
     Int4WeightConfig,
@@ -44,6 +44,7 @@ from aoquant.config import (
     Packed4WeightConfig,
     PackedWeightConfig,
     QATConfig,
+    by_layer,
 )
 from aoquant.formats import get_format
 from aoquant.hybrid import HybridConfig
@@ -408,19 +409,6 @@ def _of_formats(name: str, weight: str, activation: str) -> Recipe:
     return Recipe(name, lambda: kind(weight=weight, activation=activation or None), about)
 
 
-def named(config: Any) -> Any:
-    """`config`, with the PTQ config of a recipe in the place of each recipe's name: alone, or a value of FqnToConfig.
-
-    Raises:
-        ValueError: no recipe has that name; the message lists the nearest.
-    """
-    if isinstance(config, str):
-        return get_recipe(config).make()
-    if isinstance(config, FqnToConfig) and any(isinstance(c, str) for c in config.fqn_to_config.values()):
-        return by_layer({name: named(c) for name, c in config.fqn_to_config.items()})
-    return config
-
-
 def trained(config: Any) -> list[str]:
     """The recipes that `config` names, alone or in an FqnToConfig, whose backward is a part of them."""
     given = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else (config,)
@@ -466,13 +454,9 @@ def mixed(
     return by_layer(by_name)
 
 
-def by_layer(configs: Mapping[str, Any]) -> FqnToConfig:
-    """torchao's `FqnToConfig`, without its warning of "_default"."""
-    with warnings.catch_warnings():  # plans know "_default", and checkpoints name every layer
-        warnings.filterwarnings("ignore", message="Config Deprecation: _default")
-        return FqnToConfig(dict(configs))
-
-
 def list_recipes() -> list[Recipe]:
     """All recipes, in the order of the documentation."""
     return list(_RECIPES)
+
+
+FIND.append(get_recipe)

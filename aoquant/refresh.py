@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.formats import Encoded
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed_experts import PackedExperts

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._arguments import check_model
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning, check_model
 from aoquant.config import QATConfig
 from aoquant.formats import Encoded, Scales
 from aoquant.layers import held, replaced

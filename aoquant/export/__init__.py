@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from aoquant import serving
-from aoquant._arguments import check_path
+from aoquant._messages import check_path
 from aoquant.layers.recipe import LinearRecipe
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ compressed-tensors 0.20 `compressors/`, `quantization/`; vLLM 0.32 `compressed_t
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compressed_tensors.compressors.format import infer_module_format
@@ -25,27 +25,22 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 
-from aoquant.export.recipe_names import recipe_name
-from aoquant.export.targets import Stored, Unfit, power_of_two, symmetric
+from aoquant.export.targets import Stored, Unfit, is_nvfp4, one_outer, power_of_two, recipe_name, symmetric
 from aoquant.formats import (
     MX,
     NVFP4,
     Affine,
     Float8,
     Format,
-    FourOverSix,
     Ggml,
-    GridFlip,
     Int4,
     Operand,
     TinyGemm,
     get_format,
 )
-from aoquant.serving import FP8_BLOCKS
+from aoquant.serving import differences
 from aoquant.tensor import PackedTensor
 
-VLLM_INT8 = ("int8-row-vllm", "int8-row-vllm-reciprocal")  # on a GPU, on a CPU
-VLLM_FP8 = ("fp8-row-mslk", "fp8-row-vllm-reciprocal")  # what its CUDA kernel and its compiled path compute
 _E8M0 = {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 _E4M3 = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
 
@@ -63,19 +58,14 @@ def store(p: PackedTensor) -> Stored:
             f"{_behind(p.recipe.fprop_weight.format, p)}, without it",
         )
     tensors, weights = _weight(format, p)
-    inputs = _activation(p.activation)
-    notes = inputs.notes
-    if isinstance(format, Affine) and not p.activation and p.contract != "dequantize":
-        notes += (
-            f"vLLM and transformers multiply (q - zp) * s, rounded once, as the contract 'dequantize' does, trained as {p.contract!r}",
-        )
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs.args)
+    input_args, input_tensors = _activation(p.activation)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=input_args)
     scheme.format = infer_module_format(nn.Linear, scheme)
     if scheme.format == "int-quantized" and "weight_packed" in tensors:
         tensors = {"weight": _integers(p), "weight_scale": tensors["weight_scale"]}
         if p.zero_point is not None:
             tensors["weight_zero_point"] = p.zero_point
-    return Stored({**tensors, **inputs.tensors}, scheme, notes)
+    return Stored({**tensors, **input_tensors}, scheme, tuple(differences(p.recipe, "vllm")))
 
 
 def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
@@ -94,7 +84,7 @@ def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor
         bits, name = (4, "weight_packed") if format.element == "e2m1" else (8, "weight")
         args = QuantizationArgs(num_bits=bits, type="float", strategy="group", group_size=32, **_E8M0)
         return {name: e.codes, "weight_scale": e.scale.view(torch.uint8)}, args
-    if (isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip)) and format.tile_rows == 1:
+    if is_nvfp4(format):
         return _nvfp4(format, p)
     integers = isinstance(format, Int4 | TinyGemm) and format.block
     raise Unfit(f"no scheme holds {format.name}", _instead(format, p), symmetric(integers) if integers else None)
@@ -124,7 +114,7 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
     )
     rows, k = p.shape
     tensors = {
-        "weight_packed": _packed(p, format.width) if not p.qdata.is_meta else _empty(rows, k, format.width),
+        "weight_packed": _packed(p, format.width),
         "weight_shape": torch.tensor([rows, k], device="cpu"),
         "weight_scale": scale,
     }
@@ -135,53 +125,34 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
 
 def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
     assert p.scale is not None
-    outer = torch.ones(1, device="cpu") if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
-    if not torch.equal(outer, outer[:1].expand_as(outer)):
-        raise Unfit(f"{format.name} has an outer scale for each row, and readers hold one", _nvfp4_recipe(p))
-    if not power_of_two(outer[:1]):
+    outer = one_outer(p, "readers hold one", _nvfp4_recipe(p))
+    if not power_of_two(outer):
         raise Unfit(
             "its outer scale is no power of two, and readers divide by a rounded reciprocal",
             f"{_nvfp4_recipe(p)}, whose outer scales are powers of two",
         )
     args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, **_E4M3)
-    return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer[:1]}, args
+    return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer}, args
 
 
-class _Inputs(NamedTuple):
-    """Arguments of a layer's input, tensors that they need, and how engines differ from training."""
-
-    args: QuantizationArgs | None
-    tensors: dict[str, Tensor]
-    notes: tuple[str, ...]
-
-
-def _activation(name: str) -> _Inputs:
-    """Of the format called so; "" for none."""
+def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor]]:
+    """Return the arguments of a layer's input in the format called `name`, "" for none, and the tensors they need."""
     if not name:
-        return _Inputs(None, {}, ())
+        return None, {}
     format = get_format(name)
-    args: dict[str, Any] = {"dynamic": True, "observer": None}
-    notes: tuple[str, ...] = ()
+    args: dict[str, Any] = {"num_bits": 8, "type": "float", "dynamic": True, "observer": None}
+    tensors: dict[str, Tensor] = {}
     if isinstance(format, Affine) and (format.width, format.per) == (8, "row"):
-        args |= {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": format.mapping == "symmetric"}
-        notes = () if name in VLLM_INT8 else (f"vLLM rounds int8 activations as int8-row-vllm, trained as {name}",)
+        args |= {"type": "int", "strategy": "token", "symmetric": format.mapping == "symmetric"}
     elif isinstance(format, Float8) and (format.element, format.per, format.fixed) == ("e4m3", "row", ()):
-        args |= {"num_bits": 8, "type": "float", "strategy": "token"}
-        notes = () if name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {name}",)
+        args |= {"strategy": "token"}
     elif isinstance(format, Float8) and (format.element, format.rows, format.cols) == ("e4m3", 1, 128):
-        args |= {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128}
-        notes = (f"{FP8_BLOCKS}, trained as {name}",)
+        args |= {"strategy": "group", "group_size": 128}
     elif isinstance(format, Affine | Float8) and format.per == "tensor" and len(format.fixed) == 1 and format.bits == 8:
-        kind = "int" if isinstance(format, Affine) else "float"
-        args |= {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False}
-        return _Inputs(
-            QuantizationArgs(**args), {"input_scale": torch.tensor([float(format.fixed[0])], device="cpu")}, ()
-        )
+        args |= {"type": "int" if isinstance(format, Affine) else "float", "strategy": "tensor", "dynamic": False}
+        tensors = {"input_scale": torch.tensor([float(format.fixed[0])], device="cpu")}
     elif isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
-        bits = 4 if format.element == "e2m1" else 8
-        args |= {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, **_E8M0}
-        if bits == 4 and format.rule != "even":
-            notes = (f"vLLM rounds MXFP4 activations by the rule 'even' (mxfp4-even), trained as {name}",)
+        args |= {"num_bits": format.bits, "strategy": "group", "group_size": 32, **_E8M0}
     elif type(format) is NVFP4 and format.outer == "static":
         assert format.pts is not None
         outer = torch.tensor([format.pts], device="cpu")
@@ -191,15 +162,8 @@ def _activation(name: str) -> _Inputs:
                 f"its activations' outer scale {format.pts:.6g} is stored as a reciprocal, whose reciprocal is another number",
                 "train the recipe vllm-nvfp4, which calibrates powers of two",
             )
-        args |= {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "tensor_group",
-            "group_size": 16,
-            **_E4M3,
-            "dynamic": "local",
-        }
-        return _Inputs(QuantizationArgs(**args), {"input_global_scale": divisor}, ())
+        args |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, **_E4M3, "dynamic": "local"}
+        tensors = {"input_global_scale": divisor}
     elif type(format) is NVFP4:
         raise Unfit(
             f"its activations ({name}) make an outer scale in every call, and readers hold a calibrated one",
@@ -207,7 +171,7 @@ def _activation(name: str) -> _Inputs:
         )
     else:
         raise Unfit(f"no scheme holds {name} activations", "train with int8-row-vllm, fp8-row-vllm, mxfp4-even or none")
-    return _Inputs(QuantizationArgs(**args), {}, notes)
+    return QuantizationArgs(**args), tensors
 
 
 def _integers(p: PackedTensor) -> Tensor:
@@ -218,12 +182,9 @@ def _integers(p: PackedTensor) -> Tensor:
 
 
 def _packed(p: PackedTensor, bits: int) -> Tensor:
+    if p.qdata.is_meta:
+        return torch.empty(len(p), math.ceil(p.k * bits / 32), dtype=torch.int32, device="meta")
     return pack_to_int32(_integers(p), bits)
-
-
-def _empty(rows: int, k: int, bits: int) -> Tensor:
-    """The result of `_packed`, without values."""
-    return torch.empty(rows, math.ceil(k * bits / 32), dtype=torch.int32, device="meta")
 
 
 def _nvfp4_recipe(p: PackedTensor) -> str:

@@ -20,7 +20,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from transformers import PreTrainedModel
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.export.contents import Contents
 from aoquant.export.fused import check_fused
 from aoquant.export.source import Source

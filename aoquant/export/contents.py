@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning, listed
 from aoquant.export.advice import advice, asker
 from aoquant.export.experts import Weight
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
-from aoquant.planning.listing import listed
 from aoquant.tensor import PackedTensor
 
 Store = Callable[[PackedTensor], Stored]

@@ -16,10 +16,10 @@ from typing import Any
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from aoquant._messages import bar
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import Staged, flush
 from aoquant.integrations.safetensors_file import StoredTensor, header, replace_metadata, reserve
-from aoquant.planning.progress import bar
 
 FLUSHED = 1 << 28  # bytes between two entries of the journal
 _JOURNAL = "journal"

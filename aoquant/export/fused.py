@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.export.targets import Stored
 from aoquant.integrations.checkpoint import some
 from aoquant.planning.fused import siblings

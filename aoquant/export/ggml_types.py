@@ -15,16 +15,34 @@ round it: said as a note. Source: `gguf.quants`, ggml `ggml-common.h`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from aoquant.export.recipe_names import recipe_name
-from aoquant.export.targets import Stored, Unfit
-from aoquant.formats import MX, NVFP4, Affine, Encoded, Format, FourOverSix, Ggml, GridFlip, Operand, layout
+from aoquant.export.targets import Stored, Unfit, is_nvfp4, one_outer, recipe_name
+from aoquant.formats import MX, Affine, Format, Ggml, Operand, layout
 from aoquant.tensor import PackedTensor
 
 _UNROUNDED = "llama.cpp multiplies by code * scale in float32, which training rounded to {}: train q4_0, q4_1 or q8_0 for equal values"
+
+
+# ggml type -> (whether it holds a format, given whether that has zero points; bytes of a scale, None for float16;
+# values whose first half is in the low nibbles, 0 for whole bytes)
+_TYPES: dict[Type, tuple[Callable[[Any, bool], bool], int | None, int]] = {
+    Type.Q4_0: (lambda f, zero: _is_affine(f, 4) and not zero, None, 32),
+    Type.Q4_1: (lambda f, zero: _is_affine(f, 4) and zero, None, 32),
+    Type.Q8_0: (lambda f, zero: _is_affine(f, 8) and not zero, None, 0),
+    Type.MXFP4: (lambda f, zero: isinstance(f, MX) and f.element == "e2m1", 1, 32),
+    Type.NVFP4: (lambda f, zero: is_nvfp4(f), 4, 16),
+}
+
+
+def _is_affine(format: Any, bits: int) -> bool:
+    return isinstance(format, Affine) and format.width == bits and format.group % 32 == 0 and format.per != "tensor"
 
 
 def store(p: PackedTensor) -> Stored:
@@ -34,7 +52,15 @@ def store(p: PackedTensor) -> Stored:
     Raises:
         Unfit: no ggml type holds the layer's numbers.
     """
-    type = _type(p)
+    format = p.weight_format
+    if isinstance(format, Ggml):
+        type = Type[format.kind.upper().removesuffix("-X86")]
+    elif (
+        found := next((t for t, (holds, *_) in _TYPES.items() if holds(format, p.zero_point is not None)), None)
+    ) is None:
+        raise Unfit(f"no ggml type holds {format.name}", _instead(format))
+    else:
+        type = found
     rows, k = p.shape
     if p.recipe.transform is not None:
         raise Unfit(f"{p.format} stands behind a transform, which the file cannot carry", "train without it")
@@ -48,43 +74,22 @@ def store(p: PackedTensor) -> Stored:
     tensors = {"weight": torch.empty(rows, k // size * width, dtype=torch.uint8, device="meta")}
     if not p.qdata.is_meta:
         tensors["weight"] = torch.cat([*heads, _codes(p, type)], -1).reshape(rows, -1)
-    outer = p.per_tensor_scale
-    if outer is not None:
-        if not (outer == outer[:1]).all():
-            raise Unfit(f"{p.format} has an outer scale for each row, and the file one for the layer", "train nvfp4")
-        tensors["scale"] = outer.flatten()[:1].clone()
-    return Stored(tensors, type, _notes(p, type))
+    if p.per_tensor_scale is not None:
+        tensors["scale"] = one_outer(p, "the file one for the layer", "train nvfp4").clone()
+    return Stored(tensors, type, _notes(p))
 
 
-def _type(p: PackedTensor) -> GGMLQuantizationType:
-    format = p.weight_format
-    if isinstance(format, Ggml):
-        return GGMLQuantizationType[format.kind.upper().removesuffix("-X86")]
-    if isinstance(format, Affine) and format.width in (4, 8) and (format.group % 32 == 0) and format.per != "tensor":
-        if format.width == 4:
-            return GGMLQuantizationType.Q4_0 if p.zero_point is None else GGMLQuantizationType.Q4_1
-        if p.zero_point is None:
-            return GGMLQuantizationType.Q8_0
-    if isinstance(format, MX) and format.element == "e2m1":
-        return GGMLQuantizationType.MXFP4
-    if isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip) and format.tile_rows == 1:
-        return GGMLQuantizationType.NVFP4
-    raise Unfit(f"no ggml type holds {format.name}", _instead(format))
-
-
-def _heads(p: PackedTensor, type: GGMLQuantizationType) -> list[Tensor]:
-    """The scales and minima before a block's codes, each (N, blocks, bytes) uint8."""
+def _heads(p: PackedTensor, type: Type) -> list[Tensor]:
+    """Return the scales and minima before a block's codes, each (N, blocks, bytes) uint8."""
     rows, k = p.shape
     assert p.scale is not None
-    if type == GGMLQuantizationType.MXFP4:
-        return [p.scale.view(torch.uint8).reshape(rows, -1, 1)]
-    if type == GGMLQuantizationType.NVFP4:
-        return [p.scale.view(torch.uint8).reshape(rows, -1, 4)]
+    if (width := _TYPES[type][1]) is not None:
+        return [p.scale.view(torch.uint8).reshape(rows, -1, width)]
     scale = _by_block(p.scale, rows, k)
     found = [_half(scale, p.format, "scales")]
-    if isinstance(p.weight_format, Ggml):
-        return found if p.zero_point is None else [*found, _half(p.zero_point, p.format, "minima")]
-    if p.zero_point is not None:  # (q - zp) s = (q + 8) s - (zp + 8) s: the codes of the file count from 0
+    if p.zero_point is not None and isinstance(p.weight_format, Ggml):
+        found.append(_half(p.zero_point, p.format, "minima"))
+    elif p.zero_point is not None:  # (q - zp) s = (q + 8) s - (zp + 8) s: the codes of the file count from 0
         found.append(_half(-(_by_block(p.zero_point, rows, k).float() + 8) * scale.float(), p.format, "minima"))
     return found
 
@@ -105,45 +110,26 @@ def _half(t: Tensor, name: str, what: str) -> Tensor:
     return half.contiguous().view(torch.uint8).reshape(t.shape[0], -1, 2)
 
 
-def _codes(p: PackedTensor, type: GGMLQuantizationType) -> Tensor:
-    """(N, blocks, bytes) uint8."""
-    format, e = p.weight_format, p.encoded
-    rows = p.shape[0]
-    if type == GGMLQuantizationType.Q8_0:
-        return _int8(format, e).view(torch.uint8).reshape(rows, -1, 32)
-    if type == GGMLQuantizationType.NVFP4:
-        return _halves(layout.unpack(e.codes, 4, e.k), 16).reshape(rows, -1, 32)
-    # nibbles of Affine's codes count from the smallest code, as ggml's do
-    return _halves(layout.unpack(e.codes, 4, e.k), 32)
+def _codes(p: PackedTensor, type: Type) -> Tensor:
+    """Return (N, blocks, bytes) uint8. Nibbles of Affine's codes count from the smallest code, as ggml's do."""
+    format, rows, half = p.weight_format, len(p), _TYPES[type][2]
+    if not half:
+        assert isinstance(format, Affine | Ggml)
+        return format.integers(p.encoded).view(torch.uint8).reshape(rows, -1, 32)
+    # the first half of a block in the low nibbles, the second in the high ones
+    low, high = layout.unpack(p.qdata, 4, p.k).reshape(rows, -1, 2, half // 2).unbind(2)
+    codes = low | (high << 4)
+    return codes.reshape(rows, -1, GGML_QUANT_SIZES[type][0] // 2)
 
 
-def _int8(format: Format | Operand, e: Encoded) -> Tensor:
-    assert isinstance(format, Affine | Ggml)
-    return format.integers(e)
-
-
-def _halves(nibbles: Tensor, block: int) -> Tensor:
-    """(N, K) codes 0..15 -> (N, K / block, block / 2): the first half of a block in the low nibbles, the second in the
-    high ones.
-    """
-    low, high = nibbles.reshape(nibbles.shape[0], -1, 2, block // 2).unbind(2)
-    return low | (high << 4)
-
-
-def _notes(p: PackedTensor, type: GGMLQuantizationType) -> tuple[str, ...]:
-    notes: tuple[str, ...] = ()
-    scale = p.scale
-    if (
-        isinstance(p.weight_format, Affine)
-        and scale is not None
-        and scale.dtype != torch.float32
-        and not p.weight_format.stored
-    ):
-        notes += (_UNROUNDED.format(str(scale.dtype).removeprefix("torch.")),)
+def _notes(p: PackedTensor) -> tuple[str, ...]:
+    notes, scale, format = list[str](), p.scale, p.weight_format
+    if isinstance(format, Affine) and not format.stored and scale is not None and scale.dtype != torch.float32:
+        notes.append(_UNROUNDED.format(str(scale.dtype).removeprefix("torch.")))
     if p.activation != "q8_0-x86":
         trained = p.activation.partition(":")[0] or "high precision"  # without a calibrated scale: one note for all
-        notes += (f"llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {trained}",)
-    return notes
+        notes.append(f"llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {trained}")
+    return tuple(notes)
 
 
 def _instead(format: Format | Operand) -> str:

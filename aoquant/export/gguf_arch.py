@@ -19,7 +19,7 @@ import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.export.gguf_limits import attention_factor, default_windows, differences, local_rope, windows
 
 

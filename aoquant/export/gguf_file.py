@@ -21,6 +21,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from aoquant._messages import bar
 from aoquant.export import gguf_arch, gguf_checksum, gguf_tokenizer
 from aoquant.export.advice import advice, takers
 from aoquant.export.contents import Contents, contents_of, values
@@ -28,7 +29,6 @@ from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
 from aoquant.export.source import Source
 from aoquant.integrations.atomic import Staged, check_free
-from aoquant.planning.progress import bar
 from aoquant.tensor import PackedTensor
 
 _TYPES = {

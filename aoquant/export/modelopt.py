@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from aoquant.export.advice import advice, takers
-from aoquant.export.compressed import VLLM_FP8
 from aoquant.export.contents import Contents
 from aoquant.export.fused import check_fused
 from aoquant.export.source import Source
-from aoquant.export.targets import Description, Stored, Unfit
-from aoquant.formats import NVFP4, Float8, Format, FourOverSix, GridFlip, Operand, get_format
+from aoquant.export.targets import Description, Stored, Unfit, is_nvfp4, one_outer
+from aoquant.formats import NVFP4, Float8, Format, Operand, get_format
+from aoquant.serving import differences
 from aoquant.tensor import PackedTensor
 
 
@@ -39,7 +39,7 @@ def store(p: PackedTensor) -> Stored:
         Unfit: no algorithm of this layout holds the layer's numbers.
     """
     format, x = p.weight_format, get_format(p.activation) if p.activation else None
-    if isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip) and format.tile_rows == 1:
+    if is_nvfp4(format):
         return _nvfp4(p, x)
     if isinstance(format, Float8) and format.element == "e4m3" and format.per != "block":
         return _float8(format, p, x)
@@ -51,9 +51,7 @@ def store(p: PackedTensor) -> Stored:
 
 def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
     assert p.scale is not None
-    outer = torch.ones(1, device="cpu") if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
-    if not torch.equal(outer, outer[:1].expand_as(outer)):
-        raise Unfit(f"{p.format} has an outer scale for each row, and the layout one for the layer", "train nvfp4")
+    outer = one_outer(p, "the layout one for the layer", "train nvfp4")
     tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}
     if x is None:
         return Stored(tensors, "W4A16_NVFP4")
@@ -69,8 +67,8 @@ def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
 def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stored:
     assert p.scale is not None
     if format.per == "row" and isinstance(x, Float8) and (x.per, x.fixed) == ("row", ()):
-        notes = () if x.name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {x.name}",)
-        return Stored({"weight": p.qdata, "weight_scale": p.scale.flatten()}, "FP8_PER_CHANNEL_PER_TOKEN", notes)
+        tensors = {"weight": p.qdata, "weight_scale": p.scale.flatten()}
+        return Stored(tensors, "FP8_PER_CHANNEL_PER_TOKEN", tuple(differences(p.recipe, "vllm")))
     if format.per == "tensor" and isinstance(x, Float8) and x.per == "tensor" and x.fixed:
         scales: dict[str, Tensor] = {
             "weight_scale": p.scale.reshape(()),

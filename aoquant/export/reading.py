@@ -23,7 +23,7 @@ from compressed_tensors.utils import is_match
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
 from aoquant.formats import Encoded, Format, Operand, get_format, layout

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from aoquant.export.recipe_names import recipe_name
+from aoquant.config import WeightConfig
+from aoquant.formats import NVFP4, FourOverSix, GridFlip
+from aoquant.recipes import list_recipes
+from aoquant.tensor import PackedTensor
 
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")  # one expert's matrix, by its module; the group names all of the layer's
 
@@ -58,3 +63,41 @@ def power_of_two(t: Tensor) -> bool:
     """Whether every value is a normal power of two, by which multiplying and dividing are exact."""
     mantissa, _ = t.float().frexp()
     return bool(((mantissa == 0.5) & (t > 0)).all())
+
+
+def is_nvfp4(format: Any) -> bool:
+    """Return whether a format has NVFP4's codes and a scale for each block of 16 values, as every layout stores it."""
+    return isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip) and format.tile_rows == 1
+
+
+def one_outer(p: PackedTensor, holder: str, instead: str) -> Tensor:
+    """Return the one outer scale (1,) of a layer, 1 where it has none. holder: of the scale, with its verb.
+
+    Raises:
+        Unfit: its rows have scales of their own.
+    """
+    outer = torch.ones(1, device="cpu") if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
+    if not torch.equal(outer, outer[:1].expand_as(outer)):
+        raise Unfit(f"{p.format} has an outer scale for each row, and {holder}", instead)
+    return outer[:1]
+
+
+def recipe_name(weight: str, activation: str = "") -> str:
+    """Return the recipe of two formats, which `get_recipe` takes; activation: "" for high precision.
+
+    A format alone is no recipe. Where a recipe with a name has the formats, that name is the better advice: it brings
+    the contract that engines compute.
+    """
+    return _named().get((weight, activation), f"{weight}/{activation}")
+
+
+@cache
+def _named() -> dict[tuple[str, str], str]:
+    """Recipes by weight and activation; of several the first, and none that has a backward of its own."""
+    found: dict[tuple[str, str], str] = {}
+    for recipe in list_recipes():
+        config = recipe.make()
+        if isinstance(config, WeightConfig) and "backward" not in recipe.training:
+            linear = config.recipe()
+            found.setdefault((linear.fprop_weight.name, linear.input_name), recipe.name)
+    return found

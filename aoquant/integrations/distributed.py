@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.parallel import experts
 from aoquant.parallel.fsdp import reshard

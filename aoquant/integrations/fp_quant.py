@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from aoquant._options import check_types
-from aoquant.config import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, WeightConfig
+from aoquant.config import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, WeightConfig, check_types
 from aoquant.transforms import Hadamard
 
 # FPQuantConfig's defaults

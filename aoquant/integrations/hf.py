@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from aoquant import _register
-from aoquant._arguments import check_path
+from aoquant._messages import check_path
 from aoquant.config import PackedWeightConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of, matrix_of

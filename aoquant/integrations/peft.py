@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.integrations import peft_gradients
 from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
 from aoquant.layers import held

@@ -30,9 +30,8 @@ from aoquant.integrations.safetensors_file import StoredTensor, read_json, readi
 from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.integrations.stream_sources import Source
 from aoquant.planning import experts
+from aoquant.planning.changes import Change
 from aoquant.planning.coverage import Coverage, coverage
-from aoquant.planning.experts import StackChange
-from aoquant.planning.plan import LayerChange
 from aoquant.planning.tied import identity
 from aoquant.quantize import apply
 
@@ -154,7 +153,7 @@ def build(
 
 
 def _layer(
-    change: LayerChange, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+    change: Change, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Source:
     weight = change.module.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
@@ -169,7 +168,7 @@ def _layer(
 
 
 def _stack(
-    change: StackChange, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+    change: Change, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Source:
     weight = change.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.layers.experts import is_transposed
 
 

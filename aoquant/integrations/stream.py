@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
-from aoquant._arguments import check_path
+from aoquant._messages import check_path
+from aoquant.config import named
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import Staged, check_free
 from aoquant.integrations.progress_lines import progress
@@ -29,7 +30,6 @@ from aoquant.integrations.safetensors_file import StoredTensor, header, reading,
 from aoquant.integrations.skeleton import Skeleton, build
 from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage
-from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
 
 # weights, in any format, and what is written anew; all other files (tokenizer, chat template, licence) are copied

@@ -13,9 +13,10 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.layers.experts import is_transposed
 from aoquant.layers.packed_experts import packed_experts
-from aoquant.planning.experts import StackChange, pack_expert
+from aoquant.planning.changes import Change
+from aoquant.planning.experts import pack_expert
 from aoquant.planning.fused import shared_at_once
-from aoquant.planning.plan import LayerChange, not_finite
+from aoquant.planning.plan import not_finite
 from aoquant.quantize import pack
 
 
@@ -29,7 +30,7 @@ class Source:
     experts: how many a stack has, each of which is a unit; None for a layer, which is one unit.
     """
 
-    change: LayerChange | StackChange
+    change: Change
     names: list[str]
     stored: StoredTensor | Sequence[Sequence[StoredTensor]]
     dtype: torch.dtype
@@ -55,7 +56,7 @@ class Source:
 
     def rebuilt(self) -> type[Tensor]:
         """Return the class of the tensor that loaders make."""
-        weight = self.change.module.weight if isinstance(self.change, LayerChange) else self.change.weight
+        weight = self.change.weight
         return type(weight.data)
 
     @torch.no_grad()
@@ -66,7 +67,7 @@ class Source:
             ValueError: the weight holds NaN or Inf.
         """
         weight, change = self.read(unit), self.change
-        if isinstance(change, LayerChange):
+        if change.layer is not None:
             packed = pack(change, weight, device)
         else:
             one = pack_expert(change, weight, device)
@@ -94,15 +95,15 @@ class Source:
 
 def with_shared_scales(sources: Sequence[Source], device: torch.device | str) -> list[Source]:
     """Return `sources` with the outer scales that siblings share, found in a pass of its own, one weight in memory."""
-    layers = {s.change.fqn: (s, s.change) for s in sources if isinstance(s.change, LayerChange)}
+    layers = {s.change.fqn: (s, s.change) for s in sources if s.change.layer is not None}
 
-    def weight_of(change: LayerChange) -> Tensor:
-        return change.layer.matrix(layers[change.fqn][0].read(None).to(device))
+    def weight_of(change: Change) -> Tensor:
+        return change.kind.matrix(layers[change.fqn][0].read(None).to(device))
 
     shared = shared_at_once((change for _, change in layers.values()), weight_of)
     return [
         replace(s, change=replace(s.change, scales=scales))
-        if isinstance(s.change, LayerChange) and (scales := shared.get(s.change.fqn))
+        if s.change.layer is not None and (scales := shared.get(s.change.fqn))
         else s
         for s in sources
     ]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback  # not Trainer: its import calls `install` of this module
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.learned_scales import learned_scales, not_positive
 from aoquant.layers.qat import PreparedModule, QATLayer, set_fake_quant

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLayer

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.layers.kinds import is_packed
 from aoquant.layers.linear import unread
 from aoquant.layers.qat import QATLayer

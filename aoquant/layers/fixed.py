@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.formats import Encoded
 from aoquant.layers import held
 from aoquant.layers.bound import BoundWeight

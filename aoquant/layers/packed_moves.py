@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.tensor import PackedTensor, parts_of, same_bits
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aoquant._arguments import check_model
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning, check_model
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.delayed import Delayed, fresh, resized
 from aoquant.formats.operand import SCALES

@@ -14,7 +14,7 @@ import re
 
 from torch import nn
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.layers.experts import stacks_of
 
 _ROUTER = re.compile("router", re.IGNORECASE)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.random import Place, Span
 from aoquant.layers.embedding import QATEmbedding

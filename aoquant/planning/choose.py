@@ -18,32 +18,24 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._warning import AoquantWarning
-from aoquant.config import ALL_EXPERTS, QATConfig
+from aoquant._messages import AoquantWarning
+from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
-from aoquant.planning.experts import ChosenStack, why_unsupported
+from aoquant.planning.changes import Chosen
+from aoquant.planning.experts import why_unsupported
 from aoquant.planning.heads import heads
-from aoquant.recipes import by_layer
 from aoquant.targets.base import Fields
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
-
-
-class ChosenLayer(NamedTuple):
-    """A layer by all of its names, and its config."""
-
-    fqn: str
-    layer: Any
-    config: Any
 
 
 @dataclass
@@ -57,11 +49,11 @@ class Choice:
     missed: ids of stacked experts that a recipe for all experts does not find, because they go by another name.
     """
 
-    layers: list[ChosenLayer] = field(default_factory=list)
+    layers: list[Chosen] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     picked: set[int] = field(default_factory=set)
-    stacks: list[ChosenStack] = field(default_factory=list)
+    stacks: list[Chosen] = field(default_factory=list)
     missed: set[int] = field(default_factory=set)
 
 
@@ -85,23 +77,18 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     for names, module in tied.modules(model):
         if is_layer(module):
             every += names
-            label = ", ".join(names)
-            chosen, *others = [rule.for_layer(module, fqn) for fqn in names]
-            if any(other != chosen for other in others):
-                raise ValueError(
-                    f"{label}: are one module, which has one config: choose it under all of its names or under none, with the same config"
-                )
-            if chosen is not None and kind_of(module) is not None:
-                found.layers.append(ChosenLayer(label, module, chosen))
-            elif chosen is not None and isinstance(module, QATLayer):
-                raise ValueError(f"{label}: {owners.changed_class(module)}")
-            elif chosen is not None:
-                found.left_alone.append(f"{label} ({type(module).__name__})")
+            chosen = rule.chosen(module, names)
+            if chosen.config is not None and kind_of(module) is not None:
+                found.layers.append(chosen)
+            elif chosen.config is not None and isinstance(module, QATLayer):
+                raise ValueError(f"{chosen.fqn}: {owners.changed_class(module)}")
+            elif chosen.config is not None:
+                found.left_alone.append(f"{chosen.fqn} ({type(module).__name__})")
         elif stacks := stacks_of(module):
             every += [_join(fqn, parameter) for fqn in names for parameter in stacks]
-            chosen_stacks = [_stack(module, names, s, [rule.for_stack(module, n, s) for n in names]) for s in stacks]
-            found.stacks += [s for s in chosen_stacks if s.config is not None]
-            if all(s.config is None for s in chosen_stacks):
+            chosen_stacks = [c for s in stacks if (c := rule.chosen(module, names, s)).config is not None]
+            found.stacks += chosen_stacks
+            if not chosen_stacks:
                 (found.missed if set(keys) == {ALL_EXPERTS} else found.left_out).add(id(module))
         elif any(p is not None and p.dim() > 1 for p in module._parameters.values()):
             picked = _picks(module, names, by_name, filter_fn)
@@ -127,23 +114,36 @@ class _Rule:
     unusual: Collection[int]
     used: set[str] = field(default_factory=set)
 
-    def for_layer(self, module: nn.Module, fqn: str) -> Any:
-        """The config of a layer, None to leave it as it is."""
-        if self.by_name is not None:
-            self.used.update(key for key in self.by_name if _means(key, fqn))
-            key = key_of(self.by_name, fqn, default=is_usual(module, self.unusual))
-            return self.by_name[key] if key else None
-        # a head or an embedding that was prepared by name is converted with the others
-        usual = isinstance(module, QATLayer) or is_usual(module, self.unusual)
-        return self.config if (usual if self.filter_fn is None else self.filter_fn(module, fqn)) else None
+    def chosen(self, module: nn.Module, names: list[str], stack: str = "") -> Chosen:
+        """Return a layer, or a stacked parameter of experts, with its config: None leaves it as it is.
 
-    def for_stack(self, module: nn.Module, fqn: str, parameter: str) -> Any:
-        """The config of a stacked parameter, None to leave it as it is."""
+        Raises:
+            ValueError: its names have different configs.
+        """
+        label = ", ".join(_join(fqn, stack) if stack else fqn for fqn in names)
+        config, *others = [self._config(module, fqn, stack) for fqn in names]
+        if any(other != config for other in others):
+            raise ValueError(
+                f"{label}: are one {'parameter' if stack else 'module'}, which has one config: choose it under all of its names or under "
+                "none, with the same config"
+            )
+        return Chosen(label, module, config, stack or "weight")
+
+    def _config(self, module: nn.Module, fqn: str, stack: str) -> Any:
+        usual = bool(stack) or is_usual(module, self.unusual)
         if self.by_name is not None:
+            parameter = stack or "weight"
             self.used.update(key for key in self.by_name if _means(key, fqn, parameter))
-            key = key_of(self.by_name, fqn, default=True, parameter=parameter)
+            key = key_of(self.by_name, fqn, default=usual, parameter=parameter)
             return self.by_name[key] if key else None
-        return self.config if self.filter_fn is None or _filtered(self.filter_fn, module, fqn) else None
+        if self.filter_fn is None:  # a head or an embedding that was prepared by name is converted with the others
+            return self.config if usual or isinstance(module, QATLayer) else None
+        try:
+            return self.config if self.filter_fn(module, fqn) else None
+        except AttributeError:  # a filter may read what only linear layers have
+            if stack:
+                return None
+            raise
 
 
 def is_asked(config: Any, filter_fn: Filter | None, fqn: str, module: nn.Module | None) -> bool:
@@ -167,24 +167,6 @@ def _unmet(model: nn.Module, by_name: Mapping[str, Any], used: Collection[str]) 
     unmet = [k for k in by_name if k not in used and k != "_default"]
     _refuse_within_experts(model, [k for k in unmet if by_name[k] is not None])
     return [k for k in unmet if not _is_float_parameter(model, k, by_name[k])]
-
-
-def _stack(module: nn.Module, names: list[str], parameter: str, configs: list[Any]) -> ChosenStack:
-    """A stacked parameter with its one config. Raises ValueError: its names have different ones."""
-    label = ", ".join(_join(fqn, parameter) for fqn in names)
-    if any(other != configs[0] for other in configs[1:]):
-        raise ValueError(
-            f"{label}: are one parameter, which has one config: choose it under all of its names or under none"
-        )
-    return ChosenStack(label, module, parameter, configs[0])
-
-
-def _filtered(filter_fn: Filter, module: nn.Module, fqn: str) -> bool:
-    """Whether the filter picks a module of experts. One that reads what only linear layers have does not."""
-    try:
-        return bool(filter_fn(module, fqn))
-    except AttributeError:
-        return False
 
 
 def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: str = "weight") -> str | None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
@@ -177,9 +177,8 @@ def coverage(model: nn.Module) -> Coverage:
 
 def after(model: nn.Module, plan: Plan) -> Coverage:
     """The coverage that a model will have once `plan` is carried out."""
-    formats: dict[Hashable, str] = {identity(c.module.weight): c.target.recipe.fprop_weight.name for c in plan.layers}
-    formats |= {identity(c.weight): c.target.recipe.fprop_weight.name for c in plan.experts}
-    skipped = {id(c.layer): plan.skipped[c.fqn] for c in plan.choice.layers if c.fqn in plan.skipped}
+    formats = {identity(c.weight): c.target.recipe.fprop_weight.name for c in (*plan.layers, *plan.experts)}
+    skipped = {id(c.module): plan.skipped[c.fqn] for c in plan.choice.layers if c.fqn in plan.skipped}
     return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped, plan.choice.missed)
 
 

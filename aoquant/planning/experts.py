@@ -9,8 +9,7 @@ Conversion encodes one expert at a time, so that what is in memory beside the co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant.formats import NVFP4PowerOfTwo, Scales
-from aoquant.layers.experts import PROTOCOL, QATExperts, is_transposed, lacks
+from aoquant.layers.experts import QATExperts, is_transposed, lacks
 from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared
 from aoquant.layers.read_stacks import reading_of, why_not_read
@@ -26,42 +25,12 @@ from aoquant.parallel import experts as sharded
 from aoquant.parallel.fsdp import GATHER, layer_class, swap_class
 from aoquant.parallel.linear import all_finite
 from aoquant.planning import half
+from aoquant.planning.changes import Change, Chosen
 from aoquant.targets import Target
 from aoquant.tensor import PackedTensor
 
 
-@dataclass(frozen=True)
-class ChosenStack:
-    """One stacked parameter that a config applies to. fqn: all names of the parameter, joined by ", "."""
-
-    fqn: str
-    module: nn.Module
-    parameter: str
-    config: Any
-
-    @property
-    def weight(self) -> Any:
-        return getattr(self.module, self.parameter)
-
-
-@dataclass(frozen=True)
-class StackChange:
-    """The change of one stacked parameter; fields as `plan.LayerChange` has them."""
-
-    fqn: str
-    module: nn.Module
-    parameter: str
-    step: str
-    config: Any
-    target: Target
-    dtype: torch.dtype
-
-    @property
-    def weight(self) -> Any:
-        return getattr(self.module, self.parameter)
-
-
-def why_not(chosen: ChosenStack, step: str, target: Target) -> str | None:
+def why_not(chosen: Chosen, step: str, target: Target) -> str | None:
     """Why experts cannot have `target`; None when they can."""
     weight, recipe = chosen.weight, target.recipe
     rows, columns = weight.shape[1:]
@@ -113,7 +82,7 @@ def why_unsupported(module: nn.Module) -> str:
     return f"experts stacked into one parameter of {name}, whose class lacks what transformers' experts protocol has: {missing}"
 
 
-def apply(change: StackChange, device: torch.device | str | None = None) -> None:
+def apply(change: Change, device: torch.device | str | None = None) -> None:
     """Carry out the change of one stacked parameter, in place."""
     module = change.module
     if change.step == "prepare":
@@ -137,7 +106,7 @@ def apply(change: StackChange, device: torch.device | str | None = None) -> None
 
 
 @torch.no_grad()
-def pack(change: StackChange, weight: Tensor, device: torch.device | str | None) -> Tensor:
+def pack(change: Change, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's; of a sharded
     one, every rank its own.
     """
@@ -149,9 +118,7 @@ def pack(change: StackChange, weight: Tensor, device: torch.device | str | None)
     return _packed_stack(change, weight, device)
 
 
-def _packed_stack(
-    change: StackChange, weight: Tensor, device: torch.device | str | None, first: int = 0
-) -> PackedExperts:
+def _packed_stack(change: Change, weight: Tensor, device: torch.device | str | None, first: int = 0) -> PackedExperts:
     """first: the number of the first of these experts."""
     transposed = is_transposed(change.module)
     if len(weight) == 0:  # a rank without experts has parts without rows
@@ -166,7 +133,7 @@ def _packed_stack(
     return packed_experts(made, transposed=transposed)
 
 
-def _warn_of_half(change: StackChange, weight: Tensor, made: list[PackedTensor], first: int) -> None:
+def _warn_of_half(change: Change, weight: Tensor, made: list[PackedTensor], first: int) -> None:
     """Warn once for a float16 stack, by the expert that loses most."""
     operand, module = change.target.recipe.fprop_weight, change.module
     if change.dtype != torch.float16 or not made:
@@ -180,7 +147,7 @@ def _warn_of_half(change: StackChange, weight: Tensor, made: list[PackedTensor],
 
 
 @torch.no_grad()
-def pack_expert(change: StackChange, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
+def pack_expert(change: Change, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
     """One packed expert of a float weight. expert: its number, by which it finds the scales that its module holds."""
     module, operand = change.module, change.target.recipe.fprop_weight
     w_NK = w_NK.to(device, change.dtype).contiguous()
@@ -192,16 +159,3 @@ def pack_expert(change: StackChange, w_NK: Tensor, device: torch.device | str | 
     built = change.target.build(encoded, w_NK)
     assert isinstance(built, PackedTensor)
     return built
-
-
-__all__ = [
-    "PROTOCOL",
-    "ChosenStack",
-    "StackChange",
-    "apply",
-    "pack",
-    "pack_expert",
-    "why_not",
-    "why_unsupported",
-    "with_own_scales",
-]

@@ -22,7 +22,7 @@ from aoquant.formats import NVFP4PowerOfTwo, Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.planning.plan import LayerChange
+from aoquant.planning.changes import Change
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 GIVEN = "aoquant_fused_groups"  # attribute of a module: groups that were given, by names within it
@@ -115,7 +115,7 @@ def _largest(outers: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def shared_at_once(changes: Iterable[LayerChange], weight_of: Callable[[LayerChange], Tensor]) -> dict[str, Scales]:
+def shared_at_once(changes: Iterable[Change], weight_of: Callable[[Change], Tensor]) -> dict[str, Scales]:
     """The outer scale of every layer that is quantised to nvfp4-pow2 at once, without training, and has siblings, by
     the fqn of its change.
 
@@ -130,7 +130,7 @@ def shared_at_once(changes: Iterable[LayerChange], weight_of: Callable[[LayerCha
     return found
 
 
-def _measured(change: LayerChange, weight_NK: Tensor) -> Tensor | None:
+def _measured(change: Change, weight_NK: Tensor) -> Tensor | None:
     """(1, 1): the outer scale of a weight; None where it has no values here."""
     if weight_NK.is_meta or isinstance(weight_NK, DTensor):
         return None

@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.ops.tiles import HEALTHY
 

@@ -22,7 +22,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, register_quantize_module_handler
 
 from aoquant import config as configs
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
 from aoquant.hybrid import HybridConfig

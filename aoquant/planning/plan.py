@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,13 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant._warning import AoquantWarning
-from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, backward_slots
-from aoquant.formats import HighPrecision, Operand, Scales
-from aoquant.hybrid import HybridConfig
+from aoquant._messages import AoquantWarning, listed
+from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant.formats import HighPrecision, Operand
+from aoquant.hybrid import HybridConfig, backward_slots
 from aoquant.layers import held
 from aoquant.layers.experts import QATExperts
-from aoquant.layers.kinds import Kind, kind_of
+from aoquant.layers.kinds import kind_of
 from aoquant.layers.linear import NOT_CALIBRATED
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.layers.recipe import LinearRecipe
@@ -38,34 +37,10 @@ from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.parallel.linear import all_finite
 from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
+from aoquant.planning.changes import Change, Chosen
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
-from aoquant.planning.experts import ChosenStack, StackChange
-from aoquant.planning.listing import listed
 from aoquant.targets import Target, fake_target, resolve, supported
 from aoquant.tensor import PackedTensor
-
-ANOTHER_BACKWARD = "HybridConfig.bwd(...) changes its backward alone"
-
-
-@dataclass(frozen=True)
-class LayerChange:
-    """What `quantize_` does to one layer.
-
-    fqn: all its names, joined by ", ".
-    step: "prepare" swaps the class; "convert", and "quantize" without training, replace the weight.
-    dtype: that forward sees the weight in, which is what is encoded.
-    scales: that a layer quantised at once shares with its siblings; None where they are made from its weight, or held
-        by it.
-    """
-
-    fqn: str
-    module: Any
-    layer: Kind
-    step: str
-    config: Any
-    target: Target
-    dtype: torch.dtype
-    scales: Scales | None = None
 
 
 @dataclass(frozen=True)
@@ -75,10 +50,10 @@ class Plan:
     skipped: names of layers that cannot take their config, and why, where they may be left out. choice: of all.
     """
 
-    layers: list[LayerChange]
+    layers: list[Change]
     skipped: dict[str, str]
     choice: Choice
-    experts: list[StackChange] = field(default_factory=list)
+    experts: list[Change] = field(default_factory=list)
 
 
 def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
@@ -102,8 +77,8 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
             stacklevel=3,
         )
     _refuse_adapted(model, choice)
-    changes, refused = _checked(model, choice)
-    stacks, refused_stacks = _checked_stacks(model, choice)
+    changes, refused = _checked(model, choice.layers)
+    stacks, refused_stacks = _checked(model, choice.stacks)
     skipped = _left_out(changes, refused, choice) | refused_stacks if skip_incompatible else {}
     changes = [c for c in changes if c.fqn not in skipped]
     problems = [] if skip_incompatible else [*refused.values(), *refused_stacks.values()]
@@ -124,68 +99,27 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     return Plan(changes, skipped, choice, stacks)
 
 
-def _checked_stacks(model: nn.Module, choice: Choice) -> tuple[list[StackChange], dict[str, str]]:
-    """The changes of the stacked experts that can take their config, and why the others cannot, by name."""
-    dtypes, changes, refused = compute_dtypes(model), list[StackChange](), dict[str, str]()
-    for chosen in choice.stacks:
-        dtype = dtypes.get(id(chosen.weight), chosen.weight.dtype)
+def _checked(model: nn.Module, chosen: list[Chosen]) -> tuple[list[Change], dict[str, str]]:
+    """The changes of layers or stacked parameters that can take their config, and why the others cannot, by name."""
+    dtypes, changes, refused = compute_dtypes(model), list[Change](), dict[str, str]()
+    gemms = {sharing.identity(c.weight) for c in chosen if isinstance(c.module, nn.Linear)}
+    for c in chosen:
         try:
-            if (change := _plan_stack(model, chosen, dtype)) is not None:
-                changes.append(change)
+            has_gemm = sharing.identity(c.weight) in gemms
+            change = _change(c, has_gemm=has_gemm, dtype=dtypes.get(id(c.weight)))
+            if change is not None and change.layer is None:
+                _refuse(sharing.adapter_problem(model, c.module, c.fqn, change.step))
         except ValueError as error:
-            refused[chosen.fqn] = f"{chosen.fqn} {tuple(chosen.weight.shape)}: {error}"
-    return changes, refused
-
-
-def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> StackChange | None:
-    """The change of one stacked parameter; None when an unprepared one meets convert, or a converted one does."""
-    module = chosen.module
-    prepared = module.stacks.get(chosen.parameter) if isinstance(module, QATExperts) else None
-    config = ours(chosen.config, module, prepared)
-    step = config.step if isinstance(config, QATConfig) else "quantize"
-    if step == "convert":
-        if prepared is None:
-            return None
-        target = _deployed(prepared, config)
-    else:
-        if prepared is not None and not _replaces(config):
-            raise ValueError(
-                f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name; {ANOTHER_BACKWARD}"
-            )
-        if isinstance(chosen.weight, TorchAOBaseTensor):
-            named, instead = type(chosen.weight).__name__, _or_unpack(chosen.weight)
-            raise ValueError(f"is quantised already ({named}); {instead}leave it out by name")
-        target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
-        target = _widened(target, prepared, dtype)
-        if prepared is not None:
-            _check_same_forward(prepared.recipe, target)
-    reason = experts.why_not(chosen, step, target) or sharing.adapter_problem(model, module, chosen.fqn, step)
-    if reason is not None:
-        raise ValueError(reason)
-    return StackChange(chosen.fqn, module, chosen.parameter, step, config, target, dtype)
-
-
-def _checked(model: nn.Module, choice: Choice) -> tuple[list[LayerChange], dict[str, str]]:
-    """The changes of the layers that can take their config, and why the others cannot, by name."""
-    dtypes = compute_dtypes(model)
-    gemms = {sharing.identity(c.layer.weight) for c in choice.layers if isinstance(c.layer, nn.Linear)}
-    changes, refused = list[LayerChange](), dict[str, str]()
-    for fqn, module, config in choice.layers:
-        has_gemm = sharing.identity(module.weight) in gemms
-        try:
-            change = plan_layer(module, config, fqn, has_gemm=has_gemm, dtype=dtypes.get(id(module.weight)))
-        except ValueError as error:
-            refused[fqn] = str(error)
+            refused[c.fqn] = f"{_label(c)}: {error}"
             continue
         if change is not None:
             changes.append(change)
     return changes, refused
 
 
-def _left_out(changes: list[LayerChange], refused: dict[str, str], choice: Choice) -> dict[str, str]:
+def _left_out(changes: list[Change], refused: dict[str, str], choice: Choice) -> dict[str, str]:
     """The layers to leave out, with the reasons: those that are refused, and those that share a weight with one."""
-    modules = {c.fqn: c.layer for c in choice.layers}
-    weights: dict[Hashable, str] = {sharing.identity(modules[fqn].weight): fqn for fqn in refused}
+    weights = {sharing.identity(c.weight): c.fqn for c in choice.layers if c.fqn in refused}
     sharers = {c.fqn: weights[w] for c in changes if (w := sharing.identity(c.module.weight)) in weights}
     shared = {
         fqn: f"{fqn}: shares its weight with {other}, which cannot take its config" for fqn, other in sharers.items()
@@ -195,11 +129,11 @@ def _left_out(changes: list[LayerChange], refused: dict[str, str], choice: Choic
 
 def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
     """Raise one ValueError for all layers of adapters, before any of them is found to be too small for its config."""
-    layers = [(fqn, module, ours(config)) for fqn, module, config in choice.layers]
     adapted = [
-        fqn
-        for fqn, module, config in layers
-        if getattr(config, "step", None) != "convert" and sharing.adapter_problem(model, module, fqn, "prepare")
+        c.fqn
+        for c in choice.layers
+        if getattr(ours(c.config), "step", None) != "convert"
+        and sharing.adapter_problem(model, c.module, c.fqn, "prepare")
     ]
     if adapted:
         raise ValueError(
@@ -208,76 +142,105 @@ def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
         )
 
 
-def plan_layer(
-    module: Any, config: Any, fqn: str = "", *, has_gemm: bool = False, dtype: torch.dtype | None = None
-) -> LayerChange | None:
+def plan_layer(module: Any, config: Any, fqn: str = "") -> Change | None:
     """The change for one layer, checked; None when an unprepared layer meets convert.
+
+    Raises:
+        ValueError: with the layer's name and shape, what was required, what was got and what to do.
+    """
+    chosen = Chosen(fqn, module, config)
+    try:
+        return _change(chosen)
+    except ValueError as error:
+        raise ValueError(f"{_label(chosen)}: {error}") from None
+
+
+def _label(chosen: Chosen) -> str:
+    """The name of a layer or a stacked parameter, and its shape, for messages."""
+    kind = kind_of(chosen.module)
+    shape = chosen.weight.shape if kind is None else kind.matrix(chosen.weight).shape
+    return f"{chosen.fqn or (kind and f'nn.{kind.plain.__name__}')} {tuple(shape)}"
+
+
+def _change(chosen: Chosen, *, has_gemm: bool = False, dtype: torch.dtype | None = None) -> Change | None:
+    """The change of a layer or a stacked parameter, checked; None when an unprepared one meets convert.
 
     has_gemm: whether a linear layer shares an embedding's weight: an activation format is then for its inputs.
     dtype: that forward sees the weight in, where FSDP casts it.
 
     Raises:
-        ValueError: with the layer's name and shape, what was required, what was got and what to do.
+        ValueError: it cannot have the config, without its name.
     """
-    layer = kind_of(module)
-    assert layer is not None
-    weight = layer.matrix(module.weight)
-    label = f"{fqn or f'nn.{layer.plain.__name__}'} {tuple(weight.shape)}"
-    if isinstance(module.weight, GatheredWeight):
-        raise ValueError(f"{label}: {PACKED}")
-    try:
-        config = ours(config, module, module.prepared if isinstance(module, QATLayer) else None)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
+    module, layer = chosen.module, kind_of(chosen.module)
+    if isinstance(chosen.weight, GatheredWeight):
+        raise ValueError(PACKED)
+    prepared = module.prepared if isinstance(module, QATLayer) else None
+    if isinstance(module, QATExperts):
+        prepared = module.stacks.get(chosen.parameter)
+    config = ours(chosen.config, module, prepared)
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
         raise ValueError(
-            f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
+            "QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
         )
     step = config.step if isinstance(config, QATConfig) else "quantize"
-    if step == "convert" and not isinstance(module, QATLayer):
+    seen = dtype or chosen.weight.dtype
+    if step != "convert":
+        target = _new_target(chosen, config, prepared, seen)
+    elif prepared is None:
         return None
-    seen = dtype or weight.dtype
-    target = _convert_target(module, config, label) if step == "convert" else _new_target(module, config, label, seen)
-    change = LayerChange(fqn, module, layer, step, config, target, seen)
-    reason = _why_not_shape(change, has_gemm) or sharded.why_not(module, step, target.recipe, dtype)
-    if reason is None and layer.transposed and step != "prepare" and isinstance(module.weight, DTensor):
-        reason = f"a sharded {layer.plain.__name__} is not converted in place: {GATHER}, and convert that"
-    if reason is None and step != "prepare":
-        reason = _not_calibrated(module, target)
-    if reason := reason or owners.why_not(module, step) or not_finite(weight):
-        raise ValueError(f"{label}: {reason}")
+    else:
+        target = _deployed(prepared, config)
+    change = Change(chosen.fqn, module, config, chosen.parameter, step=step, target=target, dtype=seen, layer=layer)
+    _refuse(_why_not(change, has_gemm, dtype) if layer else experts.why_not(chosen, step, target))
     return change
 
 
-def _new_target(module: Any, config: Any, label: str, dtype: torch.dtype) -> Target:
-    """What a layer deploys that is prepared, or quantised at once.
+def _refuse(reason: str | None) -> None:
+    """Raise ValueError if there is a reason."""
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: torch.dtype) -> Target:
+    """The target of a weight that is prepared, or quantised at once.
 
     Raises:
         ValueError: it is prepared or quantised already, or the config cannot be deployed.
     """
-    if isinstance(module, QATLayer) and not _replaces(config):
+    layer = kind_of(chosen.module)
+    leave = "leave it out with filter_fn" if layer else "leave it out by name"
+    if prepared is not None and not (isinstance(config, QATConfig) and isinstance(config.backward, HybridConfig)):
         raise ValueError(
-            f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn; "
-            f"{ANOTHER_BACKWARD}"
+            f"is prepared already ({prepared.recipe}); convert it first, or {leave}; HybridConfig.bwd(...) changes its backward alone"
         )
-    if isinstance(module.weight, TorchAOBaseTensor):
-        named, instead = type(module.weight).__name__, _or_unpack(module.weight)
-        raise ValueError(f"{label}: its weight is quantised already ({named}); {instead}leave it out with filter_fn")
-    try:
-        if not isinstance(config, QATConfig):
-            return _widened(resolve(config), None, dtype)
-        prepared = module.prepared if isinstance(module, QATLayer) else None
-        target = _widened(prepare_target(config), prepared, dtype)
-        if isinstance(module, QATLayer):
-            _check_same_forward(module.prepared.recipe, target, replaces=isinstance(module, QATLinear))
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
+    if isinstance(chosen.weight, TorchAOBaseTensor):
+        unpack = (
+            "aoquant.unpack_(model) trains on from its codes; or " if isinstance(chosen.weight, PackedTensor) else ""
+        )
+        raise ValueError(f"its weight is quantised already ({type(chosen.weight).__name__}); {unpack}{leave}")
+    if not isinstance(config, QATConfig):
+        return _widened(resolve(config), None, dtype)
+    target = prepare_target(config)
+    target = _widened(target if layer else experts.with_own_scales(target), prepared, dtype)
+    if prepared is not None:
+        _check_same_forward(prepared.recipe, target, replaces=isinstance(chosen.module, QATLinear | QATExperts))
     return target
 
 
-def _why_not_shape(change: LayerChange, has_gemm: bool) -> str | None:
+def _why_not(change: Change, has_gemm: bool, dtype: torch.dtype | None) -> str | None:
+    """Why a layer cannot have its change; None when it can."""
+    module, step, kind = change.module, change.step, change.kind
+    reason = _why_not_shape(change, has_gemm) or sharded.why_not(module, step, change.target.recipe, dtype)
+    if reason is None and kind.transposed and step != "prepare" and isinstance(change.weight, DTensor):
+        reason = f"a sharded {kind.plain.__name__} is not converted in place: {GATHER}, and convert that"
+    if reason is None and step != "prepare":
+        reason = _not_calibrated(module, change.target)
+    return reason or owners.why_not(module, step) or not_finite(kind.matrix(change.weight))
+
+
+def _why_not_shape(change: Change, has_gemm: bool) -> str | None:
     """Why a layer's target does not take its shape and dtype, or its kind; None when it does."""
-    module, layer, target = change.module, change.layer, change.target
+    module, layer, target = change.module, change.kind, change.target
     if layer.gemm:
         n, k = layer.matrix(module.weight).shape if layer.transposed else (module.out_features, module.in_features)
         return target.why_not(n, k, change.dtype)
@@ -285,11 +248,6 @@ def _why_not_shape(change: LayerChange, has_gemm: bool) -> str | None:
     if reason is None and target.recipe.holds:
         return "an embedding's scales are made from its rows, so there are none to hold: use scales='dynamic' for it"
     return reason
-
-
-def _or_unpack(weight: Any) -> str:
-    """How to train on from a quantised weight's codes, where they are ours; the start of an advice."""
-    return "aoquant.unpack_(model) trains on from its codes; or " if isinstance(weight, PackedTensor) else ""
 
 
 def not_finite(weight: torch.Tensor) -> str | None:
@@ -331,11 +289,6 @@ def _hybrid(config: HybridConfig, module: Any, prepared: Prepared | None) -> QAT
     x, w = named["fprop_input"], named["fprop_weight"] or Operand(HighPrecision())
     config_class = Packed4WeightConfig if w.bits <= 4 else PackedWeightConfig
     return QATConfig(config_class(w.name, x and x.name), backward=config)
-
-
-def _replaces(config: Any) -> bool:
-    """Whether a config may replace the recipe of a prepared layer."""
-    return isinstance(config, QATConfig) and isinstance(config.backward, HybridConfig)
 
 
 def _check_same_forward(old: LinearRecipe, target: Target, *, replaces: bool = True) -> None:
@@ -392,13 +345,6 @@ def _check_base(hybrid: HybridConfig, target: Target) -> None:
         )
 
 
-def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
-    try:
-        return _deployed(module.prepared, config)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
-
-
 def _deployed(prepared: Prepared, config: QATConfig) -> Target:
     """Convert a prepared weight. Raises ValueError: the config deploys something else."""
     if config.base_config is None:
@@ -420,7 +366,7 @@ def _widened(target: Target, prepared: Prepared | None, dtype: torch.dtype | Non
     return wide if prepared.recipe.fprop_weight.format == wide.recipe.fprop_weight.format else target
 
 
-def _tied_scales(changes: list[LayerChange]) -> list[str]:
+def _tied_scales(changes: list[Change]) -> list[str]:
     """Problems with tied weights whose layers would hold scales, each its own."""
     counts = Counter(sharing.identity(c.module.weight) for c in changes)
     return [

@@ -21,14 +21,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aoquant._arguments import check_model
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning, check_model, first, track
 from aoquant.parallel import fsdp
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
-from aoquant.planning.listing import first
-from aoquant.planning.progress import track
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
 from aoquant.report.compare import compare, pairs_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._arguments import check_model
+from aoquant._messages import check_model
 from aoquant.layers.routers import experts_of, routers_of
 from aoquant.report.measure import run, undisturbed
 

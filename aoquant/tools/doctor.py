@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from aoquant import ops
-from aoquant._warning import AoquantWarning
+from aoquant._messages import AoquantWarning
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
 from aoquant.layers.qat import QATLinear

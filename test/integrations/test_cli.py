@@ -19,14 +19,14 @@ import pytest
 import torch
 
 import aoquant
-from aoquant import _quiet, cli, load_pretrained, save_pretrained
-from aoquant.advice import ADVICE, for_the_command_line
+from aoquant import _register, cli, load_pretrained, save_pretrained
+from aoquant._messages import folded
+from aoquant.cli import ADVICE, for_the_command_line
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
 from aoquant.integrations.job import models
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.layers import direct_reads
-from aoquant.planning.listing import folded
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--window", "256", "--device", "cpu"]
 
@@ -262,11 +262,11 @@ def test_python_m_is_the_command_and_says_nothing_else(flags: list[str]) -> None
         ("python -X importtime -W module -maoquant run", "aoquant"),
         ("python -m pytest -m aoquant", "pytest"),
         ("python -m", ""),
-        ("python", None),
+        ("python", ""),
     ],
 )
-def test_the_module_of_python_m_is_found_behind_flags(arguments: str, module: str | None) -> None:
-    assert _quiet._module(arguments.split()) == module
+def test_the_module_of_python_m_is_found_behind_flags(arguments: str, module: str) -> None:
+    assert _register._python_m(arguments.split()) == module
 
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ def test_advice_is_of_the_command_line() -> None:
         "nothing to quantise. output heads, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; "
         "check filter_fn and the patterns"
     )
-    every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "advice.py")
+    every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "cli.py")
     joined = re.sub(r'"\s*\n\s*f?"', "", every)
     assert [phrase for phrase in ADVICE if phrase not in joined] == []  # each stands in a message
 

@@ -44,8 +44,8 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
+from aoquant._messages import bar
 from aoquant.integrations import atomic, checkpoint, safetensors_file, stream_sources
-from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
 MIXED = FqnToConfig(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import FPQuantConfig
 
-import aoquant.planning.progress
+import aoquant._messages
 from aoquant import Hadamard, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.integrations.fp_quant import OPTIONS, from_fp_quant
 from aoquant.layers.qat import QATLinear
@@ -230,7 +230,7 @@ def test_a_model_without_a_head_does_not_warn_of_the_default() -> None:
 
 def test_packing_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[str, int]] = []
-    original = aoquant.planning.progress.track
+    original = aoquant._messages.track
 
     def track(items: Any, label: str, unit: str = "layer") -> Any:
         for i, item in enumerate(original(items, label, unit)):

@@ -23,10 +23,10 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
+from aoquant.config import named
 from aoquant.integrations import checkpoint
 from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.layers.packed_experts import PackedExperts
-from aoquant.recipes import named
 
 CONFIGS: dict[str, Any] = {
     "mixtral": "int4-g32-experts",

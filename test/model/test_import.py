@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from aoquant._moved import MOVED
+from aoquant._register import MOVED
 
 _IMPORTS = """
 import json, logging, sys, time
@@ -78,7 +78,7 @@ def test_in_python_the_lines_of_torch_stay() -> None:
 def test_modules_that_moved_import_by_their_old_name(old: str) -> None:
     """Attributes are the same objects, so classes pickled under the old name load."""
     alias, module = importlib.import_module(old), importlib.import_module(MOVED[old])
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    own = [n for n, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__]
     assert own
     for name in own:
         assert getattr(alias, name) is getattr(module, name), name

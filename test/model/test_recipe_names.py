@@ -14,8 +14,9 @@ from torchao.quantization import FqnToConfig
 
 import aoquant
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.config import named
 from aoquant.layers.qat import QATLinear
-from aoquant.recipes import mixed, named
+from aoquant.recipes import mixed
 
 
 def model() -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aoquant.quantize as module
 from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.planning.plan import LayerChange
+from aoquant.planning.changes import Change
 
 
 def model() -> nn.Sequential:
@@ -33,7 +33,7 @@ class Packer:
         self.real = module.pack
         monkeypatch.setattr(module, "pack", self)
 
-    def __call__(self, change: LayerChange, weight: Tensor, device: Any) -> Tensor:
+    def __call__(self, change: Change, weight: Tensor, device: Any) -> Tensor:
         gc.collect()
         self.alive.append(sum(w() is not None for w in self.weights))
         self.calls += 1

@@ -17,7 +17,7 @@ from aoquant.formats import Scales, get_operand
 from aoquant.parallel import experts as parallel
 from aoquant.parallel import linear
 from aoquant.planning import experts
-from aoquant.planning.experts import ChosenStack
+from aoquant.planning.changes import Chosen
 from aoquant.targets import resolve
 
 
@@ -82,7 +82,7 @@ def test_a_rank_has_its_part_of_a_fitted_transform(mesh: DeviceMesh) -> None:
 
 def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
     module = nn.Module()
-    chosen, target = ChosenStack("experts.weight", module, "weight", None), resolve(Int4WeightConfig(32))
+    chosen, target = Chosen("experts.weight", module, None), resolve(Int4WeightConfig(32))
     for dim, wanted in ((0, None), (1, "sharded other than by expert")):
         module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(dim)))
         module.is_transposed = False  # type: ignore[assignment]

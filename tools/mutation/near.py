@@ -165,7 +165,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/direct_reads.py": ("model/test_direct_reads.py",),
     "layers/experts.py": (*_EXPERTS, *_PACKED_EXPERTS),
     "layers/routers.py": ("model/test_routing.py",),
-    "_arguments.py": ("model/test_arguments.py",),
+    "_messages.py": ("model/test_arguments.py", "model/test_undo.py"),
     "report/routing.py": ("model/test_routing.py",),
     "layers/packed_moves.py": (
         "layers/test_packed_moves.py", "model/test_state_dict.py",
@@ -239,7 +239,6 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("model/test_calibrate.py", "layers_that_share_a_weight_cannot_hold_scales"),
         *_of("targets/test_static_torchao.py", "nvfp4_step_prepare_calibrate_step_convert_is_torchaos"),
     ),
-    "planning/progress.py": ("model/test_undo.py",),
     "planning/restore.py": ("model/test_undo.py",),
     "planning/tied.py": (
         "model/test_coverage.py", "model/test_sharing.py",

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aoquant import __version__
+from aoquant._messages import folded
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
@@ -46,7 +47,6 @@ from aoquant.integrations.text import assets, find_pages, load_documents, token_
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
-from aoquant.planning.listing import folded
 from aoquant.recipes import mixed
 from aoquant.report import report, verify
 from aoquant.tools.doctor import MISSING_KERNEL

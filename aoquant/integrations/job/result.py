@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from aoquant._messages import folded
 from aoquant.integrations.job.records import RESULTS, write_json
 from aoquant.integrations.lm_eval import Perplexity
-from aoquant.planning.listing import folded
 from aoquant.report import Report
 
 QUANTISATION_ERROR = "float_against_quantized"  # folder of the report of float against quantised

@@ -1,0 +1,55 @@
+"""What `quantize_` changes: layers and stacked parameters of experts, chosen and then checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Scales
+from aoquant.layers.kinds import Kind
+from aoquant.targets import Target
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layer, or a stacked parameter of experts, that a config applies to. fqn: all of its names, joined by ", "."""
+
+    fqn: str
+    module: Any
+    config: Any
+    parameter: str = "weight"
+
+    @property
+    def weight(self) -> Any:
+        return getattr(self.module, self.parameter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Chosen):
+    """A checked change of a layer or of a stacked parameter.
+
+    step: "prepare" swaps the class; "convert", and "quantize" without training, replace the weight.
+    layer: the kind of a layer; None for a stacked parameter.
+    dtype: that forward sees the weight in, which is what is encoded.
+    scales: that a layer quantised at once shares with its siblings; None where they are made from its weight, or held
+        by it.
+    """
+
+    step: str
+    target: Target
+    dtype: torch.dtype
+    layer: Kind | None = None
+    scales: Scales | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of a layer, which stacked parameters do not have."""
+        assert self.layer is not None
+        return self.layer
+
+    def matrix(self) -> Tensor:
+        """The float weight of a layer as (N, K)."""
+        return self.kind.matrix(self.weight.detach())
