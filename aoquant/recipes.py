@@ -103,268 +103,160 @@ def _without_attention(config: AOBaseConfig) -> AOBaseConfig:
     return by_layer({ATTENTION: None, "_default": config})
 
 
-_RECIPES = (
-    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, an outer scale for each token"),
-    Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
-    Recipe(
-        "nvfp4-4over6",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
-        "NVFP4 weights and activations whose blocks choose between a top of 4 and of 6",
+# name -> PTQ config; what the layer is then called stands in `_ABOUT`, how it is trained in `_TRAINING`
+_CONFIGS: dict[str, Callable[[], AOBaseConfig]] = {
+    "nvfp4": NVFP4WeightConfig,
+    "nvfp4-weight": lambda: NVFP4WeightConfig(activation=None),
+    "nvfp4-4over6": lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
+    "gridflip": GridFlipFP4WeightConfig,
+    "gridflip-4over6": lambda: GridFlipFP4WeightConfig(activation="fouroversix-row"),
+    "gridflip-search": lambda: GridFlipFP4WeightConfig("search"),
+    "nvfp4-search": lambda: NVFP4WeightConfig(rule="search"),
+    "nvfp4-h16": lambda: NVFP4WeightConfig(transform=Hadamard(16)),
+    "nvfp4-wush": lambda: NVFP4WeightConfig(transform=WUSH(16)),
+    "mxfp4-h32": lambda: MXFP4WeightConfig(transform=Hadamard(32)),
+    "mxfp4-wush": lambda: MXFP4WeightConfig(transform=WUSH(32)),
+    "mxfp4": MXFP4WeightConfig,
+    "mxfp4-weight": lambda: MXFP4WeightConfig(activation=None),
+    "mxfp4-quest": lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
+    "quartet": lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
+    "quartet2": lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
+    "mxfp8": MXFP8WeightConfig,
+    "mxfp8-weight": lambda: MXFP8WeightConfig(activation=None),
+    "fp8": FP8WeightConfig,
+    "fp8-scaled-mm": lambda: PackedWeightConfig("fp8-row", "fp8-row", "fp8_scaled_mm"),
+    "fp8-block": lambda: FP8WeightConfig(granularity="block"),
+    "int4-g128": lambda: Int4WeightConfig(128),
+    "int4-g64": lambda: Int4WeightConfig(64),
+    "int4-g32": lambda: Int4WeightConfig(32),
+    "int3-g32": lambda: IntxWeightConfig(3, 32),
+    "int2-g32": lambda: IntxWeightConfig(2, 32),
+    "int8-int4": lambda: IntxWeightConfig(4, 32, activation="int8-row-asym"),
+    "int4-g32-experts": lambda: _experts_only(Int4WeightConfig(32)),
+    "mxfp4-experts": lambda: _experts_only(MXFP4WeightConfig(activation=None)),
+    "int4-g32-no-attention": lambda: _without_attention(Int4WeightConfig(32)),
+    "mxfp4-no-attention": lambda: _without_attention(MXFP4WeightConfig(activation=None)),
+    "int8": lambda: Int8WeightConfig(activation="int8-row"),
+    "int8-static": lambda: Int8WeightConfig(activation="int8-tensor-static"),
+    "int8-weight": Int8WeightConfig,
+    "vllm-w4a16-g128": lambda: Packed4WeightConfig("intx4-g128", contract="dequantize"),
+    "vllm-w4a16-g32": lambda: Packed4WeightConfig("intx4-g32", contract="dequantize"),
+    "vllm-w4a16-g32-experts": lambda: _experts_only(Packed4WeightConfig("intx4-g32", contract="dequantize")),
+    "vllm-w4a16-g32-no-attention": lambda: _without_attention(Packed4WeightConfig("intx4-g32", contract="dequantize")),
+    "vllm-fp8": lambda: PackedWeightConfig("fp8-row", "fp8-row-vllm"),
+    "vllm-int8": lambda: PackedWeightConfig("int8-row", "int8-row-vllm"),
+    "vllm-nvfp4": lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static"),
+    "vllm-nvfp4-weight": lambda: Packed4WeightConfig("nvfp4-pow2", contract="dequantize"),
+    "vllm-mxfp4": lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
+    "mxfp8-nvfp4": lambda: PackedWeightConfig("mxfp8", "mxfp8"),
+    "nvfp4-mxfp8": NVFP4WeightConfig,
+    "mxfp8-hp": lambda: PackedWeightConfig("mxfp8", "mxfp8"),
+    "nvfp4-hp": NVFP4WeightConfig,
+    "fp8-hybrid": lambda: PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor", "fp8_scaled_mm"),
+    "nvfp4-training": lambda: Packed4WeightConfig("te-nvfp4-16x16", "te-nvfp4"),
+    "gguf-q4_0": lambda: Packed4WeightConfig("q4_0", "q8_0-x86", "ggml"),
+    "gguf-q8_0": lambda: PackedWeightConfig("q8_0", "q8_0-x86", "ggml"),
+    "torchao-int8-int4": lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
+    "torchao-int8": Int8DynamicActivationInt8WeightConfig,
+    "torchao-fp8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+    "torchao-fp8-block": lambda: Float8DynamicActivationFloat8WeightConfig(
+        granularity=[PerBlock([1, 128]), PerBlock([128, 128])]
     ),
-    Recipe("gridflip", GridFlipFP4WeightConfig, "GridFlip weights (two grids a block), NVFP4 activations"),
-    Recipe(
-        "gridflip-4over6",
-        lambda: GridFlipFP4WeightConfig(activation="fouroversix-row"),
-        "GridFlip weights, four-over-six activations",
+    "torchao-int4-g128": Int4WeightOnlyConfig,
+    "torchao-int4-preshuffled": lambda: Int4WeightOnlyConfig(int4_packing_format="preshuffled"),
+    "torchao-int4-tile-packed": lambda: Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"),
+    "torchao-int4-cpu": _int4_cpu,
+    "torchao-fp8-int4": lambda: Float8DynamicActivationInt4WeightConfig(int4_packing_format="preshuffled"),
+    "torchao-fp8-int4-plain": lambda: Float8DynamicActivationInt4WeightConfig(int4_packing_format="plain"),
+    "torchao-fp8-mslk": lambda: Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), kernel_preference=KernelPreference.MSLK
     ),
-    Recipe(
-        "gridflip-search",
-        lambda: GridFlipFP4WeightConfig("search"),
-        "GridFlip weights with all scales tried, for quantising without training; NVFP4 activations",
-    ),
-    Recipe(
-        "nvfp4-search",
-        lambda: NVFP4WeightConfig(rule="search"),
-        "NVFP4 weights with searched block scales, NVFP4 activations",
-    ),
-    Recipe(
-        "nvfp4-h16",
-        lambda: NVFP4WeightConfig(transform=Hadamard(16)),
-        "NVFP4 weights and activations behind a Hadamard transform of 16 values",
-    ),
-    Recipe(
-        "nvfp4-wush",
-        lambda: NVFP4WeightConfig(transform=WUSH(16)),
-        "NVFP4 weights and activations behind a transform that calibration fits to each block of 16 values",
-    ),
-    Recipe(
-        "mxfp4-h32",
-        lambda: MXFP4WeightConfig(transform=Hadamard(32)),
-        "MXFP4 weights and activations behind a Hadamard transform of 32 values",
-    ),
-    Recipe(
-        "mxfp4-wush",
-        lambda: MXFP4WeightConfig(transform=WUSH(32)),
-        "MXFP4 weights and activations behind a transform that calibration fits to each block of 32 values",
-    ),
-    Recipe("mxfp4", MXFP4WeightConfig, "MXFP4 weights and activations, scales rounded up"),
-    Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),
-    Recipe(
-        "mxfp4-quest",
-        lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
-        "MXFP4 weights and activations behind a Hadamard transform of 32, QuEST's scales and trust mask",
-        {"straight_through": "clipped"},
-    ),
-    Recipe(
-        "quartet",
-        lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
-        "mxfp4-quest, trained with an MXFP4 backward",
-        {"backward": "quartet"},
-    ),
-    Recipe(
-        "quartet2",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
-        "nvfp4-4over6; trained with an NVFP4 backward",
-        {"backward": "quartet2"},
-    ),
-    Recipe("mxfp8", MXFP8WeightConfig, "MXFP8 (e4m3) weights and activations"),
-    Recipe("mxfp8-weight", lambda: MXFP8WeightConfig(activation=None), "MXFP8 weights, high-precision activations"),
-    Recipe("fp8", FP8WeightConfig, "e4m3 weights and activations, a scale per row"),
-    Recipe(
-        "fp8-scaled-mm",
-        lambda: PackedWeightConfig("fp8-row", "fp8-row", "fp8_scaled_mm"),
-        "fp8 multiplied on FP8 tensor cores, which keep fewer bits of a sum: faster where rows are many",
-    ),
-    Recipe(
-        "fp8-block",
-        lambda: FP8WeightConfig(granularity="block"),
-        "e4m3, a scale per 128 x 128 of the weights and per 128 values of the activations",
-    ),
-    Recipe("int4-g128", lambda: Int4WeightConfig(128), "int4 weights in groups of 128, asymmetric"),
-    Recipe("int4-g64", lambda: Int4WeightConfig(64), "int4 weights in groups of 64, asymmetric"),
-    Recipe("int4-g32", lambda: Int4WeightConfig(32), "int4 weights in groups of 32, asymmetric"),
-    Recipe("int3-g32", lambda: IntxWeightConfig(3, 32), "int3 weights in groups of 32, symmetric"),
-    Recipe("int2-g32", lambda: IntxWeightConfig(2, 32), "int2 weights in groups of 32, symmetric"),
-    Recipe(
-        "int8-int4",
-        lambda: IntxWeightConfig(4, 32, activation="int8-row-asym"),
-        "int4 weights in groups of 32, int8 activations per token",
-    ),
-    Recipe(
-        "int4-g32-experts",
-        lambda: _experts_only(Int4WeightConfig(32)),
-        "experts alone: int4 weights in groups of 32, asymmetric; all else in high precision",
-        experts=True,
-    ),
-    Recipe(
-        "mxfp4-experts",
-        lambda: _experts_only(MXFP4WeightConfig(activation=None)),
-        "experts alone: MXFP4 weights, high-precision activations; all else in high precision",
-        experts=True,
-    ),
-    Recipe(
-        "int4-g32-no-attention",
-        lambda: _without_attention(Int4WeightConfig(32)),
-        "int4-g32 but for attention, which stays in high precision as routers do: experts, shared experts, MLPs",
-    ),
-    Recipe(
-        "mxfp4-no-attention",
-        lambda: _without_attention(MXFP4WeightConfig(activation=None)),
-        "mxfp4-weight but for attention, which stays in high precision as routers do",
-    ),
-    Recipe("int8", lambda: Int8WeightConfig(activation="int8-row"), "int8 weights per row, int8 activations per token"),
-    Recipe(
-        "int8-static",
-        lambda: Int8WeightConfig(activation="int8-tensor-static"),
-        "int8 weights per row, int8 activations with one calibrated scale a layer",
-    ),
-    Recipe("int8-weight", Int8WeightConfig, "int8 weights per row, high-precision activations"),
-    Recipe(
-        "vllm-w4a16-g128",
-        lambda: Packed4WeightConfig("intx4-g128", contract="dequantize"),
-        "for vLLM, SGLang, transformers: int4 weights in groups of 128, multiplied as Marlin and Machete do",
-    ),
-    Recipe(
-        "vllm-w4a16-g32",
-        lambda: Packed4WeightConfig("intx4-g32", contract="dequantize"),
-        "the same in groups of 32",
-    ),
-    Recipe(
-        "vllm-w4a16-g32-experts",
-        lambda: _experts_only(Packed4WeightConfig("intx4-g32", contract="dequantize")),
-        "experts alone: vllm-w4a16-g32, which an exported folder holds, as Kimi K2's; all else in high precision",
-        experts=True,
-    ),
-    Recipe(
-        "vllm-w4a16-g32-no-attention",
-        lambda: _without_attention(Packed4WeightConfig("intx4-g32", contract="dequantize")),
-        "vllm-w4a16-g32 but for attention, which stays in high precision as routers do",
-    ),
-    Recipe(
-        "vllm-fp8",
-        lambda: PackedWeightConfig("fp8-row", "fp8-row-vllm"),
-        "for vLLM: e4m3 weights per row, activations per token as its CUDA kernel quantises them",
-    ),
-    Recipe(
-        "vllm-int8",
-        lambda: PackedWeightConfig("int8-row", "int8-row-vllm"),
-        "for vLLM: int8 weights per row, activations per token as it quantises them",
-    ),
-    Recipe(
-        "vllm-nvfp4",
-        lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static"),
-        "for vLLM: NVFP4 whose outer scales are powers of two that fused layers share; activations calibrated",
-        {"scales": "static"},
-    ),
-    Recipe(
-        "vllm-nvfp4-weight",
-        lambda: Packed4WeightConfig("nvfp4-pow2", contract="dequantize"),
-        "for vLLM on Hopper, which leaves activations in bfloat16: the same weights, high-precision activations",
-        {"scales": "static"},
-    ),
-    Recipe(
-        "vllm-mxfp4",
-        lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
-        "for vLLM: MXFP4 weights and activations by the rule of its kernels",
-    ),
-    Recipe(
-        "mxfp8-nvfp4",
-        lambda: PackedWeightConfig("mxfp8", "mxfp8"),
-        "MXFP8 weights and activations; trains with an NVFP4 backward",
-        {"backward": HybridConfig.bwd("te-nvfp4")},
-    ),
-    Recipe(
-        "nvfp4-mxfp8",
-        NVFP4WeightConfig,
-        "NVFP4 weights and activations; trains with an MXFP8 backward",
-        {"backward": HybridConfig.bwd("mxfp8")},
-    ),
-    Recipe(
-        "mxfp8-hp",
-        lambda: PackedWeightConfig("mxfp8", "mxfp8"),
-        "MXFP8 weights and activations; trains with a high-precision backward of the original input",
-        {"backward": HybridConfig.bwd(None)},
-    ),
-    Recipe(
-        "nvfp4-hp",
-        NVFP4WeightConfig,
-        "NVFP4 weights and activations; trains with a high-precision backward of the original input",
-        {"backward": HybridConfig.bwd(None)},
-    ),
-    Recipe(
-        "fp8-hybrid",
-        lambda: PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor", "fp8_scaled_mm"),
-        "TransformerEngine's FP8, one scale for all tokens of a call, on FP8 tensor cores; trains with e5m2 gradients",
-        {"backward": FP8_HYBRID},
-    ),
-    Recipe(
-        "nvfp4-training",
-        lambda: Packed4WeightConfig("te-nvfp4-16x16", "te-nvfp4"),
-        "TransformerEngine's NVFP4, one outer scale for all tokens of a call; trains with stochastic gradients and a Hadamard transform in wgrad",
-        {"backward": NVFP4_TRAINING},
-    ),
-    Recipe(
-        "gguf-q4_0",
-        lambda: Packed4WeightConfig("q4_0", "q8_0-x86", "ggml"),
-        "for llama.cpp: Q4_0 weights, Q8_0 activations, its integer products",
-    ),
-    Recipe(
-        "gguf-q8_0",
-        lambda: PackedWeightConfig("q8_0", "q8_0-x86", "ggml"),
-        "for llama.cpp: Q8_0 weights and activations, its integer products",
-    ),
-    Recipe(
-        "torchao-int8-int4",
-        lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
-        "torchao's IntxUnpackedToInt8Tensor, int8 activations per token",
-    ),
-    Recipe("torchao-int8", Int8DynamicActivationInt8WeightConfig, "torchao's Int8Tensor, int8 activations per token"),
-    Recipe(
-        "torchao-fp8",
-        lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-        "torchao's Float8Tensor, e4m3 weights and activations per row, torch._scaled_mm",
-    ),
-    Recipe(
-        "torchao-fp8-block",
-        lambda: Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])]),
-        "torchao's Float8Tensor in blocks, its Triton kernel (a GPU to run, none to train)",
-    ),
-    Recipe(
-        "torchao-int4-g128",
-        Int4WeightOnlyConfig,
-        "torchao's Int4Tensor for the MSLK kernel (a GPU to run, none to train)",
-    ),
-    Recipe(
-        "torchao-int4-preshuffled",
-        lambda: Int4WeightOnlyConfig(int4_packing_format="preshuffled"),
-        "torchao's Int4PreshuffledTensor for the MSLK kernel (a GPU to convert and run)",
-    ),
-    Recipe(
-        "torchao-int4-tile-packed",
-        lambda: Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"),
-        "torchao's Int4TilePackedTo4dTensor for PyTorch's CUDA kernel (a GPU to convert and run)",
-    ),
-    Recipe(
-        "torchao-int4-cpu", _int4_cpu, "torchao's Int4OpaqueTensor for PyTorch's CPU kernel (a CPU to convert and run)"
-    ),
-    Recipe(
-        "torchao-fp8-int4",
-        lambda: Float8DynamicActivationInt4WeightConfig(int4_packing_format="preshuffled"),
-        "torchao's Int4PreshuffledTensor, fp8 activations, MSLK kernel (a GPU to convert and run)",
-    ),
-    Recipe(
-        "torchao-fp8-int4-plain",
-        lambda: Float8DynamicActivationInt4WeightConfig(int4_packing_format="plain"),
-        "torchao's Int4Tensor, fp8 activations, MSLK kernel (a GPU to run, none to train)",
-    ),
-    Recipe(
-        "torchao-fp8-mslk",
-        lambda: Float8DynamicActivationFloat8WeightConfig(
-            granularity=PerRow(), kernel_preference=KernelPreference.MSLK
-        ),
-        "torchao's Float8Tensor, e4m3 per row, MSLK's quantiser and kernel (a GPU to run, none to train)",
-    ),
-)
+}
+
+_ABOUT = {
+    "nvfp4": "NVFP4 weights and activations, an outer scale for each token",
+    "nvfp4-weight": "NVFP4 weights, high-precision activations",
+    "nvfp4-4over6": "NVFP4 weights and activations whose blocks choose between a top of 4 and of 6",
+    "gridflip": "GridFlip weights (two grids a block), NVFP4 activations",
+    "gridflip-4over6": "GridFlip weights, four-over-six activations",
+    "gridflip-search": "GridFlip weights with all scales tried, for quantising without training; NVFP4 activations",
+    "nvfp4-search": "NVFP4 weights with searched block scales, NVFP4 activations",
+    "nvfp4-h16": "NVFP4 weights and activations behind a Hadamard transform of 16 values",
+    "nvfp4-wush": "NVFP4 weights and activations behind a transform that calibration fits to each block of 16 values",
+    "mxfp4-h32": "MXFP4 weights and activations behind a Hadamard transform of 32 values",
+    "mxfp4-wush": "MXFP4 weights and activations behind a transform that calibration fits to each block of 32 values",
+    "mxfp4": "MXFP4 weights and activations, scales rounded up",
+    "mxfp4-weight": "MXFP4 weights, high-precision activations",
+    "mxfp4-quest": "MXFP4 weights and activations behind a Hadamard transform of 32, QuEST's scales and trust mask",
+    "quartet": "mxfp4-quest, trained with an MXFP4 backward",
+    "quartet2": "nvfp4-4over6; trained with an NVFP4 backward",
+    "mxfp8": "MXFP8 (e4m3) weights and activations",
+    "mxfp8-weight": "MXFP8 weights, high-precision activations",
+    "fp8": "e4m3 weights and activations, a scale per row",
+    "fp8-scaled-mm": "fp8 multiplied on FP8 tensor cores, which keep fewer bits of a sum: faster where rows are many",
+    "fp8-block": "e4m3, a scale per 128 x 128 of the weights and per 128 values of the activations",
+    "int4-g128": "int4 weights in groups of 128, asymmetric",
+    "int4-g64": "int4 weights in groups of 64, asymmetric",
+    "int4-g32": "int4 weights in groups of 32, asymmetric",
+    "int3-g32": "int3 weights in groups of 32, symmetric",
+    "int2-g32": "int2 weights in groups of 32, symmetric",
+    "int8-int4": "int4 weights in groups of 32, int8 activations per token",
+    "int4-g32-experts": "experts alone: int4 weights in groups of 32, asymmetric; all else in high precision",
+    "mxfp4-experts": "experts alone: MXFP4 weights, high-precision activations; all else in high precision",
+    "int4-g32-no-attention": "int4-g32 but for attention, which stays in high precision as routers do: experts, shared experts, MLPs",
+    "mxfp4-no-attention": "mxfp4-weight but for attention, which stays in high precision as routers do",
+    "int8": "int8 weights per row, int8 activations per token",
+    "int8-static": "int8 weights per row, int8 activations with one calibrated scale a layer",
+    "int8-weight": "int8 weights per row, high-precision activations",
+    "vllm-w4a16-g128": "for vLLM, SGLang, transformers: int4 weights in groups of 128, multiplied as Marlin and Machete do",
+    "vllm-w4a16-g32": "the same in groups of 32",
+    "vllm-w4a16-g32-experts": "experts alone: vllm-w4a16-g32, which an exported folder holds, as Kimi K2's; all else in high precision",
+    "vllm-w4a16-g32-no-attention": "vllm-w4a16-g32 but for attention, which stays in high precision as routers do",
+    "vllm-fp8": "for vLLM: e4m3 weights per row, activations per token as its CUDA kernel quantises them",
+    "vllm-int8": "for vLLM: int8 weights per row, activations per token as it quantises them",
+    "vllm-nvfp4": "for vLLM: NVFP4 whose outer scales are powers of two that fused layers share; activations calibrated",
+    "vllm-nvfp4-weight": "for vLLM on Hopper, which leaves activations in bfloat16: the same weights, high-precision activations",
+    "vllm-mxfp4": "for vLLM: MXFP4 weights and activations by the rule of its kernels",
+    "mxfp8-nvfp4": "MXFP8 weights and activations; trains with an NVFP4 backward",
+    "nvfp4-mxfp8": "NVFP4 weights and activations; trains with an MXFP8 backward",
+    "mxfp8-hp": "MXFP8 weights and activations; trains with a high-precision backward of the original input",
+    "nvfp4-hp": "NVFP4 weights and activations; trains with a high-precision backward of the original input",
+    "fp8-hybrid": "TransformerEngine's FP8, one scale for all tokens of a call, on FP8 tensor cores; trains with e5m2 gradients",
+    "nvfp4-training": "TransformerEngine's NVFP4, one outer scale for all tokens of a call; trains with stochastic gradients, Hadamard in wgrad",
+    "gguf-q4_0": "for llama.cpp: Q4_0 weights, Q8_0 activations, its integer products",
+    "gguf-q8_0": "for llama.cpp: Q8_0 weights and activations, its integer products",
+    "torchao-int8-int4": "torchao's IntxUnpackedToInt8Tensor, int8 activations per token",
+    "torchao-int8": "torchao's Int8Tensor, int8 activations per token",
+    "torchao-fp8": "torchao's Float8Tensor, e4m3 weights and activations per row, torch._scaled_mm",
+    "torchao-fp8-block": "torchao's Float8Tensor in blocks, its Triton kernel (a GPU to run, none to train)",
+    "torchao-int4-g128": "torchao's Int4Tensor for the MSLK kernel (a GPU to run, none to train)",
+    "torchao-int4-preshuffled": "torchao's Int4PreshuffledTensor for the MSLK kernel (a GPU to convert and run)",
+    "torchao-int4-tile-packed": "torchao's Int4TilePackedTo4dTensor for PyTorch's CUDA kernel (a GPU to convert and run)",
+    "torchao-int4-cpu": "torchao's Int4OpaqueTensor for PyTorch's CPU kernel (a CPU to convert and run)",
+    "torchao-fp8-int4": "torchao's Int4PreshuffledTensor, fp8 activations, MSLK kernel (a GPU to convert and run)",
+    "torchao-fp8-int4-plain": "torchao's Int4Tensor, fp8 activations, MSLK kernel (a GPU to run, none to train)",
+    "torchao-fp8-mslk": "torchao's Float8Tensor, e4m3 per row, MSLK's quantiser and kernel (a GPU to run, none to train)",
+}
+
+# name -> arguments of QATConfig
+_TRAINING: dict[str, dict[str, Any]] = {
+    "mxfp4-quest": {"straight_through": "clipped"},
+    "quartet": {"backward": "quartet"},
+    "quartet2": {"backward": "quartet2"},
+    "vllm-nvfp4": {"scales": "static"},
+    "vllm-nvfp4-weight": {"scales": "static"},
+    "mxfp8-nvfp4": {"backward": HybridConfig.bwd("te-nvfp4")},
+    "nvfp4-mxfp8": {"backward": HybridConfig.bwd("mxfp8")},
+    "mxfp8-hp": {"backward": HybridConfig.bwd(None)},
+    "nvfp4-hp": {"backward": HybridConfig.bwd(None)},
+    "fp8-hybrid": {"backward": FP8_HYBRID},
+    "nvfp4-training": {"backward": NVFP4_TRAINING},
+}
+
+_RECIPES = {
+    name: Recipe(name, make, _ABOUT[name], _TRAINING.get(name, {}), experts=name.endswith("-experts"))
+    for name, make in _CONFIGS.items()
+}
 
 
 def get_recipe(name: str) -> Recipe:
@@ -383,15 +275,14 @@ def get_recipe(name: str) -> Recipe:
     weight, slash, activation = name.partition("/")
     if slash:
         return _of_formats(name, weight, activation)
-    table = {r.name: r for r in _RECIPES}
-    if name not in table:
-        near = difflib.get_close_matches(name, table, 4, 0.3)
+    if name not in _RECIPES:
+        near = difflib.get_close_matches(name, _RECIPES, 4, 0.3)
         format = f", but a format is: {name}/ quantises weights with it" if _is_format(name) else ""
         raise ValueError(
             f"no recipe is called {name!r}{format}; near it: {', '.join(near) or 'none'}. `aoquant recipes` lists them all; "
             "a recipe of two formats is WEIGHT/ACTIVATION, such as gridflip-sided/nvfp4"
         )
-    return table[name]
+    return _RECIPES[name]
 
 
 def _is_format(name: str) -> bool:
@@ -456,7 +347,7 @@ def mixed(
 
 def list_recipes() -> list[Recipe]:
     """All recipes, in the order of the documentation."""
-    return list(_RECIPES)
+    return list(_RECIPES.values())
 
 
 FIND.append(get_recipe)

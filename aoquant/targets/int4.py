@@ -37,47 +37,61 @@ _FLOAT8_GROUP = 128  # torchao's only choice
 
 
 def _int4_weight_only(config: Any) -> Target:
-    layouts = {
-        Int4PackingFormat.PLAIN: _plain,
-        Int4PackingFormat.PRESHUFFLED: _preshuffled,
-        Int4PackingFormat.TILE_PACKED_TO_4D: _tile_packed,
-    }
+    layouts = (Int4PackingFormat.PLAIN, Int4PackingFormat.PRESHUFFLED, Int4PackingFormat.TILE_PACKED_TO_4D)
     layout = Int4PackingFormat(config.int4_packing_format)
     if layout not in layouts:
         raise ValueError(
             f"int4_packing_format must be one of {', '.join(f.value for f in layouts)}, got {layout.value}: its kernels are for Intel "
             "and Ascend accelerators, and none of them was there to be compared with"
         )
-    hqq = config.int4_choose_qparams_algorithm == Int4ChooseQParamsAlgorithm.HQQ
-    if hqq and layout != Int4PackingFormat.TILE_PACKED_TO_4D:
+    if layout == Int4PackingFormat.TILE_PACKED_TO_4D:
+        return _tile_packed(config)
+    if config.int4_choose_qparams_algorithm == Int4ChooseQParamsAlgorithm.HQQ:
         raise ValueError("int4_choose_qparams_algorithm HQQ goes with int4_packing_format tile_packed_to_4d alone")
-    return layouts[layout](config)
+    shuffled = layout == Int4PackingFormat.PRESHUFFLED
+    format = Int4(group(config.group_size), "bfloat16") if shuffled else Int4(group(config.group_size))
+    return _mslk(format, None, shuffled=shuffled)
 
 
-def _plain(config: Any) -> Target:
-    format = Int4(group(config.group_size))
+def _float8_dynamic(config: Any) -> Target:
+    reason = float8_dialect()
+    if reason is not None:
+        raise ValueError(reason)
+    layout = str(getattr(config.int4_packing_format, "value", config.int4_packing_format))
+    require("int4_packing_format", layout, "preshuffled", "plain")
+    if layout == "preshuffled":
+        return _mslk(Int4Float8Row(_FLOAT8_GROUP), Float8Mslk(), shuffled=True)
+    return _mslk(Int4Float8(_FLOAT8_GROUP), Float8Mslk(), shuffled=False)
+
+
+def _mslk(format: Int4 | Int4Float8 | Int4Float8Row, activation: Float8Mslk | None, *, shuffled: bool) -> Target:
+    """Return the target of MSLK's kernels: codes as they are, or shuffled; activations bfloat16, or fp8 per row."""
+    multiple = 64 if activation is None else 128
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        return mslk.int4_limit(n, k, format.group, 64) or _no_float16(dtype)
+        if shuffled and (n % 16 or k % 64):
+            return (
+                f"MSLK's preshuffled int4 needs N % 16 == 0 and K % 64 == 0, got N = {n}, K = {k}: leave the layer out"
+            )
+        if reason := mslk.int4_limit(n, k, format.group, multiple):
+            return reason
+        if dtype == torch.float16:
+            return "the MSLK int4 kernel takes bfloat16 activations: cast the layer from float16 to bfloat16"
+        return None
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        return Int4Tensor(*_transposed(e), [1, format.group], w.shape)
+        assert e.scale is not None
+        codes, scale_GN = e.codes.view(torch.int8), e.scale.t().contiguous()  # (N, K/2), (G, N)
+        zero_GN = torch.zeros_like(scale_GN) if e.zero is None else e.zero.t().contiguous()
+        if not shuffled:
+            act = torch.bfloat16 if activation is None else torch.float8_e4m3fn
+            return Int4Tensor(codes, scale_GN, zero_GN, [1, format.group], w.shape, activation_dtype=act)
+        scales = {"group_zero": zero_GN} if e.outer is None else {"row_scale": e.outer.flatten()}
+        return Int4PreshuffledTensor(*_shuffled(codes, scale_GN), [1, format.group], w.shape, **scales)
 
-    return Target(LinearRecipe(None, format, "bias_after"), build, "Int4Tensor", limit)
-
-
-def _preshuffled(config: Any) -> Target:
-    format = Int4(group(config.group_size), "bfloat16")
-
-    def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        return _shuffle_limit(n, k, format.group, 64) or _no_float16(dtype)
-
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        codes, scale, zero = _transposed(e)
-        qdata, group_scale = _shuffled(codes, scale)
-        return Int4PreshuffledTensor(qdata, group_scale, [1, format.group], w.shape, group_zero=zero)
-
-    return Target(LinearRecipe(None, format, "bias_after"), build, "Int4PreshuffledTensor", limit)
+    contract = "bias_after" if activation is None else "fp8_bias_after"
+    kind = "Int4PreshuffledTensor" if shuffled else "Int4Tensor"
+    return Target(LinearRecipe(activation, format, contract), build, kind, limit)
 
 
 def _tile_packed(config: Any) -> Target:
@@ -88,7 +102,7 @@ def _tile_packed(config: Any) -> Target:
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         if dtype != torch.bfloat16:
-            return f"torchao's Int4TilePackedTo4dTensor is bfloat16, got {_name(dtype)}: cast the layer"
+            return f"torchao's Int4TilePackedTo4dTensor is bfloat16, got {str(dtype).removeprefix('torch.')}: cast the layer"
         if hqq and (k % tinygemm.CUDA_K or n % rows):
             return (
                 f"HQQ in this layout stops by the mean error over zero padding too, so N must be a multiple of {rows} and K of "
@@ -122,15 +136,6 @@ def _opaque(config: Any) -> Target:
     return Target(LinearRecipe(None, format, "tinygemm_cpu"), build, "Int4OpaqueTensor", limit)
 
 
-def _float8_dynamic(config: Any) -> Target:
-    reason = float8_dialect()
-    if reason is not None:
-        raise ValueError(reason)
-    layout = str(getattr(config.int4_packing_format, "value", config.int4_packing_format))
-    require("int4_packing_format", layout, "preshuffled", "plain")
-    return _float8_preshuffled() if layout == "preshuffled" else _float8_plain()
-
-
 def float8_dialect() -> str | None:
     """Why the MSLK that is installed here quantises fp8 rows by another formula than ours; None when it does not, or
     there is none.
@@ -143,40 +148,6 @@ def float8_dialect() -> str | None:
         if (0, 0) < tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _MSLK:
             return f"{package} {version} quantises fp8 rows by another formula: install mslk-cuda 1.1 or later"
     return None
-
-
-def _float8_preshuffled() -> Target:
-    format = Int4Float8Row(_FLOAT8_GROUP)
-
-    def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        return _shuffle_limit(n, k, format.group, 128) or _no_float16(dtype)
-
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        assert e.scale is not None and e.outer is not None
-        qdata, group_scale = _shuffled(e.codes.view(torch.int8), e.scale.t().contiguous())
-        return Int4PreshuffledTensor(qdata, group_scale, [1, format.group], w.shape, row_scale=e.outer.flatten())
-
-    return Target(LinearRecipe(Float8Mslk(), format, "fp8_bias_after"), build, "Int4PreshuffledTensor", limit)
-
-
-def _float8_plain() -> Target:
-    format = Int4Float8(_FLOAT8_GROUP)
-
-    def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        return mslk.int4_limit(n, k, format.group, 128) or _no_float16(dtype)
-
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        return Int4Tensor(*_transposed(e), [1, format.group], w.shape, activation_dtype=torch.float8_e4m3fn)
-
-    return Target(LinearRecipe(Float8Mslk(), format, "fp8_bias_after"), build, "Int4Tensor", limit)
-
-
-def _transposed(e: Encoded) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 codes (N, K/2), scale and zero (G, N), contiguous, as MSLK's kernels take them."""
-    assert e.scale is not None
-    scale_GN = e.scale.t().contiguous()
-    zero_GN = torch.zeros_like(scale_GN) if e.zero is None else e.zero.t().contiguous()
-    return e.codes.view(torch.int8), scale_GN, zero_GN
 
 
 def _shuffled(codes: Tensor, scale_GN: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,22 +165,6 @@ def _shuffled(codes: Tensor, scale_GN: Tensor) -> tuple[Tensor, Tensor]:
 def _can(tensor: str, reason: str | None) -> None:
     if reason is not None:
         raise ValueError(f"{tensor} cannot be packed here: {reason}")
-
-
-def _shuffle_limit(n: int, k: int, group: int, multiple: int) -> str | None:
-    if n % 16 or k % 64:
-        return f"MSLK's preshuffled int4 needs N % 16 == 0 and K % 64 == 0, got N = {n}, K = {k}: leave the layer out"
-    return mslk.int4_limit(n, k, group, multiple)
-
-
-def _no_float16(dtype: torch.dtype) -> str | None:
-    if dtype == torch.float16:
-        return "the MSLK int4 kernel takes bfloat16 activations: cast the layer from float16 to bfloat16"
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 TARGETS: dict[str, Callable[[Any], Target]] = {
