@@ -14,6 +14,8 @@ from aoquant.formats import Encoded, Operand, Scales
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
 
+Build = Callable[[Encoded, Tensor], Tensor]
+
 
 def _no_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
     return None
@@ -27,7 +29,7 @@ class Target:
     """
 
     recipe: LinearRecipe
-    build: Callable[[Encoded, Tensor], Tensor]
+    build: Build
     tensor: str
     limit: Callable[[int, int, torch.dtype], str | None] = _no_limit
     fix: Callable[[Scales], Target] | None = None

@@ -22,7 +22,7 @@ from torchao.quantization.quantize_.workflows import Float8PackingFormat, Quanti
 from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, Scales, layout
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Target, group, numbers, require
+from .base import Build, Target, group, numbers, require
 from .int4 import float8_dialect
 
 _PREFERENCES = ("AUTO", "TORCH", "MSLK")
@@ -48,17 +48,20 @@ def float8_format(
     return Float8(element, "row" if isinstance(granularity, PerRow) else "tensor", native, low=low, high=high)
 
 
-def _float8_block(format: Float8, w: Tensor) -> list[int]:
-    return {"row": [1, w.shape[1]], "tensor": list(w.shape), "block": [format.rows, format.cols]}[format.per]
+def _float8_build(format: Float8, scale: Tensor | None = None, kind: Any = Float8Tensor, **options: Any) -> Build:
+    """Return what builds a Float8Tensor, or its prototype with a static scale of activations."""
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        block = {"row": [1, w.shape[1]], "tensor": list(w.shape), "block": [format.rows, format.cols]}[format.per]
+        scales = (e.scale,) if scale is None else (e.scale, scale.detach().to(w.device))
+        return kind(e.codes, *scales, block_size=block, dtype=w.dtype, **options)
+
+    return build
 
 
 def _float8_weight_only(config: Any) -> Target:
     format = float8_format(config.weight_dtype, config.granularity)
-
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        return Float8Tensor(e.codes, e.scale, block_size=_float8_block(format, w), dtype=w.dtype)
-
-    return Target(LinearRecipe(None, format, "matmul_bias"), build, "Float8Tensor")
+    return Target(LinearRecipe(None, format, "matmul_bias"), _float8_build(format), "Float8Tensor")
 
 
 def _float8_dynamic(config: Any) -> Target:
@@ -108,17 +111,7 @@ def _float8_dynamic(config: Any) -> Target:
             return f"the row-wise fp8 GEMM takes bfloat16 layers, got {str(dtype).removeprefix('torch.')}: cast it, or use aoquant.FP8WeightConfig"
         return None
 
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        return Float8Tensor(
-            e.codes,
-            e.scale,
-            block_size=_float8_block(weight, w),
-            mm_config=config.mm_config,
-            act_quant_kwargs=act,
-            kernel_preference=preference,
-            dtype=w.dtype,
-        )
-
+    build = _float8_build(weight, mm_config=config.mm_config, act_quant_kwargs=act, kernel_preference=preference)
     contract += "" if config.mm_config.use_fast_accum else "_precise"
     if weight.per == "block":
         contract = "fp8_blocks"  # torchao's kernel has one way to accumulate, whatever mm_config says
@@ -144,18 +137,14 @@ def _float8_static(config: Any) -> Target:
     def fix(scales: Scales) -> Target:
         return _float8_static(config.replaced(act_quant_scale=scales.scale))
 
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        return PrototypeFloat8Tensor(
-            e.codes,
-            e.scale,
-            scale.detach().to(w.device),
-            block_size=_float8_block(weight, w),
-            mm_config=config.mm_config,
-            act_quant_kwargs=act,
-            kernel_preference=KernelPreference.TORCH,
-            dtype=w.dtype,
-        )
-
+    build = _float8_build(
+        weight,
+        scale,
+        PrototypeFloat8Tensor,
+        mm_config=config.mm_config,
+        act_quant_kwargs=act,
+        kernel_preference=KernelPreference.TORCH,
+    )
     contract = "fp8_scaled_mm" if config.mm_config.use_fast_accum else "fp8_scaled_mm_precise"
     kind = "PrototypeFloat8Tensor"
     if scale is None:
@@ -203,11 +192,9 @@ def _mx(config: Any) -> Target:
     )
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        return (
-            None
-            if dtype == torch.bfloat16
-            else f"torchao's MX layers are bfloat16, got {dtype}: cast it, or use aoquant.MXFP8WeightConfig"
-        )
+        if dtype != torch.bfloat16:
+            return f"torchao's MX layers are bfloat16, got {dtype}: cast it, or use aoquant.MXFP8WeightConfig"
+        return None
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         assert e.scale is not None
@@ -255,7 +242,7 @@ def _nvfp4_weight_only(config: Any) -> Target:
     return Target(LinearRecipe(None, format, "dequantize"), _nvfp4_build(None), "NVFP4Tensor", _nvfp4_limit)
 
 
-def _nvfp4_build(act: Any, act_scale: Tensor | None = None) -> Callable[[Encoded, Tensor], Tensor]:
+def _nvfp4_build(act: Any, act_scale: Tensor | None = None) -> Build:
     def build(e: Encoded, w: Tensor) -> Tensor:
         from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 

@@ -20,16 +20,13 @@ from torchao.quantization.quantize_.workflows import (
 from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Scales, Stretched
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Target, group, numbers, require
+from .base import Build, Target, group, numbers, require
 
 _MAPPINGS = {
     MappingType.SYMMETRIC: "symmetric",
     MappingType.ASYMMETRIC: "asymmetric",
     MappingType.SYMMETRIC_NO_CLIPPING_ERR: "noclip",
 }
-
-
-_TWO_SIDED = (MappingType.SYMMETRIC, MappingType.ASYMMETRIC)
 
 
 def mapping(argument: str, got: MappingType, *allowed: MappingType) -> str:
@@ -98,9 +95,7 @@ def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: str, ac
     )
 
 
-def intx_tensor(
-    format: Affine | Stretched, dtype: torch.dtype, activation: str | None
-) -> Callable[[Encoded, Tensor], Tensor]:
+def intx_tensor(format: Affine | Stretched, dtype: torch.dtype, activation: str | None) -> Build:
     """A function that builds torchao's tensor from codes; a stretched grid has half a step as its zero point."""
 
     def build(e: Encoded, w: Tensor) -> Tensor:
@@ -142,35 +137,45 @@ def _int8_format(
     return Affine(width, "tensor" if isinstance(granularity, PerTensor) else "row", 0, mapping_name, "float32", native)
 
 
-def _int8_tensor(
-    format: Affine,
-    e: Encoded,
-    w: Tensor,
-    act: QuantizeTensorToInt8Kwargs | None,
-    *act_scales: Tensor | None,
-    reduce_range: bool | None = False,
-) -> Tensor:
-    block = {"group": [1, format.group], "row": [1, e.k], "tensor": list(w.shape)}[format.per]
-    assert e.scale is not None
-    act_scale, act_zero = act_scales or (None, None)
-    return Int8Tensor(
-        format.integers(e),
-        e.scale,
-        block,
-        w.dtype,
-        torch.zeros_like(e.scale, dtype=torch.int8),
-        act_scale,
-        act_zero,
-        act_quant_kwargs=act,
-        reduce_range=reduce_range,
-    )
+def _int8_build(
+    format: Affine, act: Any = None, scales: tuple[Tensor | None, ...] = (None, None), reduced: bool | None = False
+) -> Build:
+    """Return what builds an Int8Tensor. scales: static scale and zero point of activations."""
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        block = {"group": [1, format.group], "row": [1, e.k], "tensor": list(w.shape)}[format.per]
+        assert e.scale is not None
+        zero = torch.zeros_like(e.scale, dtype=torch.int8)
+        held = (None if t is None else t.detach().to(w.device) for t in scales)
+        codes = format.integers(e)
+        return Int8Tensor(codes, e.scale, block, w.dtype, zero, *held, act_quant_kwargs=act, reduce_range=reduced)
+
+    return build
 
 
 def _int8_weight_only(config: Any) -> Target:
     format = _int8_format(config.granularity)
-    return Target(
-        LinearRecipe(None, format, "int8_rescale"), lambda e, w: _int8_tensor(format, e, w, None), "Int8Tensor"
+    return Target(LinearRecipe(None, format, "int8_rescale"), _int8_build(format), "Int8Tensor")
+
+
+def _int8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+    if k == 1:
+        return "torch._int_mm, the deployed kernel, returns uninitialised memory when K = 1: leave the layer out"
+    return None
+
+
+def _int8_operands(config: Any, *granularities: Any, native: bool, instead: str = "") -> tuple[Affine, Affine, Any]:
+    """Return the formats of activations and weights, and torchao's arguments of the former."""
+    reduced = config.reduce_range
+    act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
+    require("activation granularity", act_granularity, *granularities, instead=instead)
+    weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
+    sides = mapping("act_mapping_type", config.act_mapping_type, MappingType.SYMMETRIC, MappingType.ASYMMETRIC)
+    activation = _int8_format(act_granularity, sides, native=native, reduce_range=bool(reduced))
+    act = QuantizeTensorToInt8Kwargs(
+        granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
     )
+    return activation, weight, act
 
 
 def _int8_dynamic(config: Any) -> Target:
@@ -180,43 +185,21 @@ def _int8_dynamic(config: Any) -> Target:
         False,
         instead="torchao ignores it; Int8WeightOnlyConfig keeps activations in high precision",
     )
-    reduced = config.reduce_range
-    act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
-    weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
-    sides = mapping("act_mapping_type", config.act_mapping_type, *_TWO_SIDED)
-    require("activation granularity", act_granularity, PerRow(), PerRow(1), PerTensor())
-    activation = _int8_format(act_granularity, sides, native=True, reduce_range=bool(reduced))
-    act = QuantizeTensorToInt8Kwargs(
-        granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
-    )
-    recipe = LinearRecipe(activation, weight, "int8_dynamic")
-    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act, reduce_range=reduced), "Int8Tensor", _int8_limit)
-
-
-def _int8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-    if k == 1:
-        return "torch._int_mm, the deployed kernel, returns uninitialised memory when K = 1: leave the layer out"
-    return None
+    activation, weight, act = _int8_operands(config, PerRow(), PerRow(1), PerTensor(), native=True)
+    build = _int8_build(weight, act, reduced=config.reduce_range)
+    return Target(LinearRecipe(activation, weight, "int8_dynamic"), build, "Int8Tensor", _int8_limit)
 
 
 def _int8_static(config: Any) -> Target:
     """torchao's tensor takes inputs of as many dimensions as its activation scale has: those that calibration saw."""
-    reduced = config.reduce_range
-    act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
-    require(
-        "activation granularity",
-        act_granularity,
+    dynamic, weight, act = _int8_operands(
+        config,
         PerTensor(),
+        native=False,
         instead="a static scale per row fits one shape of batch; give granularity=[PerTensor(), PerRow()]",
     )
-    weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
-    sides = mapping("act_mapping_type", config.act_mapping_type, *_TWO_SIDED)
-    dynamic = _int8_format(act_granularity, sides, reduce_range=bool(reduced))
-    act = QuantizeTensorToInt8Kwargs(
-        granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
-    )
     scale, zero = config.act_quant_scale, config.act_quant_zero_point
-    if zero is not None and (scale is None or (sides == "symmetric" and bool(zero.any()))):
+    if zero is not None and (scale is None or (dynamic.mapping == "symmetric" and bool(zero.any()))):
         raise ValueError(
             "act_quant_zero_point goes with act_quant_scale and act_mapping_type=MappingType.ASYMMETRIC: give all three, or leave it out"
         )
@@ -224,21 +207,13 @@ def _int8_static(config: Any) -> Target:
     def fix(scales: Scales) -> Target:
         return _int8_static(config.replaced(act_quant_scale=scales.scale, act_quant_zero_point=scales.zero))
 
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        act_scales = (None if t is None else t.detach().to(w.device) for t in (scale, zero))
-        return _int8_tensor(weight, e, w, act, *act_scales, reduce_range=reduced)
-
+    build = _int8_build(weight, act, (scale, zero), config.reduce_range)
+    recipe = LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static")
     if scale is None:
-        return Target(
-            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"),
-            build,
-            "Int8Tensor",
-            _int8_limit,
-            fix=fix,
-        )
+        return Target(recipe, build, "Int8Tensor", _int8_limit, fix)
     given = Scales(scale, torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero)
-    activation = dynamic.fix(*numbers(given)[: 1 if dynamic.mapping == "symmetric" else 2])
-    return Target(LinearRecipe(activation, weight, "int8_dynamic"), build, "Int8Tensor", _int8_limit)
+    fixed = dynamic.fix(*numbers(given)[: 1 if dynamic.mapping == "symmetric" else 2])
+    return Target(LinearRecipe(fixed, weight, "int8_dynamic"), build, "Int8Tensor", _int8_limit)
 
 
 TARGETS: dict[str, Callable[[Any], Target]] = {
