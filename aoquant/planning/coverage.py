@@ -21,7 +21,7 @@ when they are more than `WORTH_A_WARNING` of the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import router_modules
+from aoquant.planning.choose import Choice
 from aoquant.planning.experts import why_unsupported
 from aoquant.planning.heads import heads
 from aoquant.planning.sizes import stored_bytes
@@ -47,25 +48,12 @@ REACHED = ("quantised", "prepared")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class Owner(NamedTuple):
+class _Owner(NamedTuple):
     """A module that holds a parameter: its name in the model, the parameter's in it."""
 
     fqn: str
     name: str
     module: nn.Module
-
-    @property
-    def label(self) -> str:
-        """The parameter's name in the model."""
-        return f"{self.fqn}.{self.name}" if self.fqn else self.name
-
-
-class _Alike(NamedTuple):
-    """Parameters whose names differ in numbers only, as layers.*.mlp.up_proj.weight."""
-
-    names: str
-    shape: str
-    weights: list[Weight]
 
 
 @dataclass(frozen=True)
@@ -148,13 +136,10 @@ class Coverage:
     def to_markdown(self) -> str:
         """A table with a line for layers that differ in their number only, and a line of totals."""
         lines = ["| parameter | shape | elements | bytes | share | state | |", "|:--|:--|--:|--:|--:|:--|:--|"]
-        for alike in _grouped(self.weights):
-            one, *_ = alike.weights
-            elements, size = sum(w.elements for w in alike.weights), sum(w.bytes for w in alike.weights)
-            share = elements / self.elements if self.elements else 0.0
-            lines.append(
-                f"| {alike.names} | {alike.shape} | {elements:,} | {size:,} | {share:.2%} | {one.state} | {one.about} |"
-            )
+        for names, shape, weights in _grouped(self.weights):
+            elements, size = sum(w.elements for w in weights), sum(w.bytes for w in weights)
+            share, one = self._share([elements]), weights[0]
+            lines.append(f"| {names} | {shape} | {elements:,} | {size:,} | {share:.2%} | {one.state} | {one.about} |")
         return "\n".join([*lines, "", f"{self}, which hold {self.bytes_share:.1%} of the bytes."])
 
     def _share(self, parts: Iterable[int]) -> float:
@@ -172,51 +157,26 @@ def coverage(model: nn.Module) -> Coverage:
         ValueError: `model` is no module.
     """
     check_model(model)
-    return inventory(model)
+    return after(model, None)
 
 
-def after(model: nn.Module, plan: Plan) -> Coverage:
-    """The coverage that a model will have once `plan` is carried out."""
-    formats = {identity(c.weight): c.target.recipe.fprop_weight.name for c in (*plan.layers, *plan.experts)}
-    skipped = {id(c.module): plan.skipped[c.fqn] for c in plan.choice.layers if c.fqn in plan.skipped}
-    return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped, plan.choice.missed)
-
-
-def inventory(
-    model: nn.Module,
-    planned: dict[Hashable, str] | None = None,
-    left_out: Collection[int] = (),
-    picked: Collection[int] = (),
-    skipped: dict[int, str] | None = None,
-    missed: Collection[int] = (),
-) -> Coverage:
-    """The coverage of a model, as it will be after a plan.
-
-    planned: format by the identity of each weight that will be quantised.
-    left_out, picked, missed: as `Choice` has them.
-    skipped: by the id of each layer that cannot take its config, why.
-    """
-    planned, skipped = planned or {}, skipped or {}
-    users: dict[Hashable, list[Owner]] = {}
+def after(model: nn.Module, plan: Plan | None) -> Coverage:
+    """The coverage that a model will have once `plan` is carried out; None: as it is."""
+    reasons = _Reasons(model, plan)
+    owners: dict[Hashable, list[_Owner]] = {}
     tensors: dict[Hashable, Tensor] = {}
     for names, module in modules(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 key = identity(parameter)
                 tensors[key] = parameter
-                users.setdefault(key, []).extend(Owner(fqn, name, module) for fqn in names)
+                owners.setdefault(key, []).extend(_Owner(fqn, name, module) for fqn in names)
     rows, small = list[Weight](), list[Weight]()
-    outputs, routers = heads(model), router_modules(model)
-    for key, owners in users.items():
+    for key, held_by in owners.items():
         tensor = tensors[key]
-        state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped, outputs, routers)
-        if state == "left out" and any(id(o.module) in missed for o in owners):
-            state, about = (
-                "unsupported",
-                "the recipe for experts finds none by this name: name their module in FqnToConfig",
-            )
-        labels = tuple(o.label for o in owners)
-        asked = any(id(o.module) in picked for o in owners)
+        state, about = reasons.state(tensor, held_by)
+        labels = tuple(f"{o.fqn}.{o.name}" if o.fqn else o.name for o in held_by)
+        asked = any(id(o.module) in reasons.choice.picked for o in held_by)
         row = Weight(labels, tuple(tensor.shape), tensor.numel(), stored_bytes(tensor), state, about, asked)
         (small if state == "small" else rows).append(row)
     if small:
@@ -229,76 +189,81 @@ def listed(weights: Collection[Weight], count: int = 5) -> str:
     """Names and shapes by reason, the first `count` of each, for messages."""
     said = []
     for about in dict.fromkeys(w.about for w in weights):
-        names = [f"{alike.names} {alike.shape}" for alike in _grouped(w for w in weights if w.about == about)]
+        names = [f"{names} {shape}" for names, shape, _ in _grouped(w for w in weights if w.about == about)]
         more = f" and {len(names) - count} more" if len(names) > count else ""
         said.append(f"{', '.join(names[:count])}{more}: {about}")
     return "; ".join(said)
 
 
-def _grouped(weights: Iterable[Weight]) -> list[_Alike]:
+def _grouped(weights: Iterable[Weight]) -> Iterator[tuple[str, str, list[Weight]]]:
+    """Parameters whose names differ in numbers only: the names, as layers.*.mlp.up_proj.weight, and the shape."""
     groups: dict[tuple[Any, ...], list[Weight]] = {}
     for w in weights:
         pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in w.names)
         groups.setdefault((pattern, w.shape, w.state, w.about), []).append(w)
-    named: list[_Alike] = []
     for (pattern, shape, _, _), group in groups.items():
-        names = ", ".join(pattern if len(group) > 1 else group[0].names)
-        sizes = "x".join(map(str, shape))
-        said = f"{len(group)} x ({sizes})" if len(group) > 1 else f"({sizes})" if shape else ""
-        named.append(_Alike(names, said, group))
-    return named
+        several, sizes = len(group) > 1, "x".join(map(str, shape))
+        said = f"{len(group)} x ({sizes})" if several else f"({sizes})" if shape else ""
+        yield ", ".join(pattern if several else group[0].names), said, group
 
 
-def _state(
-    model: nn.Module,
-    tensor: Tensor,
-    owners: list[Owner],
-    planned: str | None,
-    left_out: Collection[int],
-    skipped: dict[int, str],
-    outputs: Collection[int],
-    routers: Collection[int],
-) -> tuple[str, str]:
-    """(state, about) of one parameter, from the modules that hold it."""
-    if is_packed(tensor):
-        return "quantised", tensor.format if isinstance(tensor, PackedTensor) else type(tensor.data).__name__
-    weights = [o.module for o in owners if o.name == "weight"]
-    if (prepared := next((m for m in weights if isinstance(m, QATLayer)), None)) is not None:
-        return "prepared", prepared.prepared.recipe.fprop_weight.name
-    for o in owners:
-        if isinstance(o.module, QATExperts) and o.name in o.module.stacks:
-            return "prepared", o.module.stacks[o.name].recipe.fprop_weight.name
-    if planned is not None:
-        return "quantised", planned
-    biases = all(o.name.endswith("_bias") and stacks_of(o.module) for o in owners)  # (E, N)
-    if sum(n > 1 for n in tensor.shape) < 2 or biases or all(isinstance(o.module, QATLayer) for o in owners):
-        return "small", ""
-    reason = next((r for m in weights if (r := skipped.get(id(m)) or vars(m).get(SKIPPED))), None)
-    if reason is not None:
-        return "incompatible", reason
-    fqn, name, module = owners[0]
-    if _is_adapter(model, fqn):
-        return "adapter", "trained beside the quantised weight"
-    head = any(id(o.module) in outputs for o in owners)
-    if head and any(isinstance(o.module, nn.Embedding) for o in owners):
-        return "default", "an embedding and the output head, tied: left out unless both are named"
-    if head and kind_of(module) is not None:
-        return "default", "the output head: left out unless it is named"
-    if isinstance(module, nn.Embedding):
-        return "default", "an embedding: left out unless it is named"
-    if all(id(o.module) in routers for o in owners):
-        return "default", "a router, which decides what experts a token meets: stays float"
-    if kind_of(module) is not None and name == "weight":
-        return "left out", "no config was given to this layer"
-    if name in stacks_of(module):
-        return "left out", "no config was given to these experts"
-    if id(module) in left_out:
-        return "left out", f"a parameter of {type(module).__name__}, left out by name"
-    if re.search("router", type(module).__name__, re.IGNORECASE) and tensor.dim() == 2:
-        return "default", "a router, which decides what experts a token meets: stays float"
-    if is_layer(module) and name == "weight":
-        return "subclass", f"{type(module).__name__} is a subclass of a supported layer, whose forward may differ"
-    return "unsupported", _why_unsupported(module, fqn, tensor)
+class _Reasons:
+    """Why each parameter of a model is quantised or float, once a plan is carried out."""
+
+    def __init__(self, model: nn.Module, plan: Plan | None) -> None:
+        self.model, self.choice = model, Choice() if plan is None else plan.choice
+        changes = () if plan is None else (*plan.layers, *plan.experts)
+        self.planned = {identity(c.weight): c.target.recipe.fprop_weight.name for c in changes}
+        skipped = {} if plan is None else plan.skipped
+        self.skipped = {id(c.module): skipped[c.fqn] for c in self.choice.layers if c.fqn in skipped}
+        self.outputs, self.routers = heads(model), router_modules(model)
+
+    def state(self, tensor: Tensor, owners: list[_Owner]) -> tuple[str, str]:
+        """(state, about) of one parameter, from the modules that hold it."""
+        if is_packed(tensor):
+            return "quantised", tensor.format if isinstance(tensor, PackedTensor) else type(tensor.data).__name__
+        weights = [o.module for o in owners if o.name == "weight"]
+        if (prepared := next((m for m in weights if isinstance(m, QATLayer)), None)) is not None:
+            return "prepared", prepared.prepared.recipe.fprop_weight.name
+        for o in owners:
+            if isinstance(o.module, QATExperts) and o.name in o.module.stacks:
+                return "prepared", o.module.stacks[o.name].recipe.fprop_weight.name
+        if (format := self.planned.get(identity(tensor))) is not None:
+            return "quantised", format
+        biases = all(o.name.endswith("_bias") and stacks_of(o.module) for o in owners)  # (E, N)
+        if sum(n > 1 for n in tensor.shape) < 2 or biases or all(isinstance(o.module, QATLayer) for o in owners):
+            return "small", ""
+        reason = next((r for m in weights if (r := self.skipped.get(id(m)) or vars(m).get(SKIPPED))), None)
+        return ("incompatible", reason) if reason is not None else self._float(tensor, owners)
+
+    def _float(self, tensor: Tensor, owners: list[_Owner]) -> tuple[str, str]:
+        """(state, about) of a matrix that stays float."""
+        fqn, name, module = owners[0]
+        router = "a router, which decides what experts a token meets: stays float"
+        if _is_adapter(self.model, fqn):
+            return "adapter", "trained beside the quantised weight"
+        head = any(id(o.module) in self.outputs for o in owners)
+        if head and any(isinstance(o.module, nn.Embedding) for o in owners):
+            return "default", "an embedding and the output head, tied: left out unless both are named"
+        if head and kind_of(module) is not None:
+            return "default", "the output head: left out unless it is named"
+        if isinstance(module, nn.Embedding):
+            return "default", "an embedding: left out unless it is named"
+        if all(id(o.module) in self.routers for o in owners):
+            return "default", router
+        if kind_of(module) is not None and name == "weight":
+            return "left out", "no config was given to this layer"
+        if any(id(o.module) in self.choice.missed for o in owners):
+            return "unsupported", "the recipe for experts finds none by this name: name their module in FqnToConfig"
+        if name in stacks_of(module):
+            return "left out", "no config was given to these experts"
+        if id(module) in self.choice.left_out:
+            return "left out", f"a parameter of {type(module).__name__}, left out by name"
+        if re.search("router", type(module).__name__, re.IGNORECASE) and tensor.dim() == 2:
+            return "default", router
+        if is_layer(module) and name == "weight":
+            return "subclass", f"{type(module).__name__} is a subclass of a supported layer, whose forward may differ"
+        return "unsupported", _why_unsupported(module, fqn, tensor)
 
 
 def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
