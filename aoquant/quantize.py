@@ -20,7 +20,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -102,15 +102,13 @@ def quantize_(
         _check_filter(filter_fn)
     fsdp.reshard(model)
     planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
-    for recipe in trained(config):
-        warnings.warn(
-            f"{recipe!r} alone packs the weights now, without training, and its backward is not used: to train, give "
-            f"QATConfig({recipe!r}, step='prepare'); to pack them, get_recipe({recipe!r}).make(), which does not warn",
-            AoquantWarning,
-            stacklevel=2,
-        )
+    _warn(
+        f"{recipe!r} alone packs the weights now, without training, and its backward is not used: to train, give "
+        f"QATConfig({recipe!r}, step='prepare'); to pack them, get_recipe({recipe!r}).make(), which does not warn"
+        for recipe in trained(config)
+    )
     problem = _what_stays_float(model, planned, strict)
-    steps = {c.step for c in planned.layers} | {c.step for c in planned.experts}
+    steps = {c.step for c in (*planned.layers, *planned.experts)}
     lost = _what_is_missing(model, config, filter_fn) if "convert" in steps else None
     if strict and lost is not None:
         raise ValueError(f"strict: {lost}. The model is unchanged")
@@ -120,7 +118,7 @@ def quantize_(
     for change in planned.layers:
         _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
     _remember(planned)
-    _warn_of_kernels(planned, device)
+    said = _missing_kernels(planned, device)
     fast_path.sync(model)
     name_parents(model)
     if "convert" in steps:
@@ -128,22 +126,21 @@ def quantize_(
     replaced.record(model)
     direct_reads.watch(model, new)
     if steps != {"convert"} and problem is not None:
-        warnings.warn(
-            f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead",
-            AoquantWarning,
-            stacklevel=2,
-        )
+        said.append(f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead")
     if lost is not None:
-        warnings.warn(f"{lost}. strict=True raises instead", AoquantWarning, stacklevel=2)
+        said.append(f"{lost}. strict=True raises instead")
     if scales is not None:
-        warnings.warn(scales, AoquantWarning, stacklevel=2)
+        said.append(scales)
     if planned.skipped:
         reasons = "\n  ".join(planned.skipped.values())
-        warnings.warn(
-            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}",
-            AoquantWarning,
-            stacklevel=2,
-        )
+        said.append(f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}")
+    _warn(said)
+
+
+def _warn(said: Iterable[str]) -> None:
+    """Warn the caller of `quantize_`."""
+    for message in said:
+        warnings.warn(message, AoquantWarning, stacklevel=3)
 
 
 def _check_filter(filter_fn: Filter) -> None:
@@ -201,23 +198,20 @@ def _remember(planned: Plan) -> None:
             vars(chosen.module)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
 
 
-def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
-    """Warn where converted layers call a kernel that this machine or device does not have."""
+def _missing_kernels(planned: Plan, device: torch.device | str | None) -> list[str]:
+    """Say which converted layers call a kernel that this machine or device does not have."""
     found = dict[tuple[str, str], list[str]]()
     for change in planned.layers:
-        if change.step == "prepare":
-            continue
-        n, k = change.kind.matrix(change.module.weight).shape
-        where = change.module.weight.device if device is None else torch.device(device)
-        if (reason := why_not_run(change.target, where, change.dtype, n, k)) is not None:
-            found.setdefault((change.target.tensor, reason), []).append(change.fqn)
-    for (tensor, reason), names in found.items():
-        warnings.warn(
-            f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
-            f"{reason}. A prepared model runs everywhere",
-            AoquantWarning,
-            stacklevel=3,
-        )
+        if change.step != "prepare":
+            n, k = change.kind.matrix(change.weight).shape
+            where = change.weight.device if device is None else torch.device(device)
+            if (reason := why_not_run(change.target, where, change.dtype, n, k)) is not None:
+                found.setdefault((change.target.tensor, reason), []).append(change.fqn)
+    return [
+        f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
+        f"{reason}. A prepared model runs everywhere"
+        for (tensor, reason), names in found.items()
+    ]
 
 
 def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:
@@ -226,19 +220,14 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
     stacks = planned.experts
     shared = fused.shared_at_once(planned.layers, Change.matrix)
     changes = [dataclasses.replace(c, scales=shared[c.fqn]) if c.fqn in shared else c for c in planned.layers]
-    converted = {id(c.module.weight) for c in changes if c.step != "prepare"}
-    converted |= {id(c.weight) for c in stacks if c.step != "prepare"}
-
-    def is_kept(step: str, weight: Tensor) -> bool:
-        return step == "prepare" or (not weight.is_cuda if undo is None else undo)
-
-    layers_kept = [c for c in changes if is_kept(c.step, c.module.weight)]
-    stacks_kept = [c for c in stacks if is_kept(c.step, c.weight)]
-    kept = [*(c.module for c in layers_kept), *{id(c.module): c.module for c in stacks_kept}.values()]
-    _try(changes, {id(c) for c in layers_kept}, device)
+    every = (*changes, *stacks)
+    converted = {id(c.weight) for c in every if c.step != "prepare"}
+    can_undo = [c for c in every if c.step == "prepare" or (not c.weight.is_cuda if undo is None else undo)]
+    kept = {id(c.module): c.module for c in can_undo}
+    _try(changes, {id(c) for c in can_undo}, device)
     packed: dict[Hashable, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
-        with restoring(kept):
+        with restoring(kept.values()):
             for change in track(changes, changes[0].step if changes else ""):
                 apply(change, packed, device)
             for stack in track(stacks, "experts", "parameter"):
@@ -247,7 +236,7 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
             if changes and changes[0].step == "prepare":
                 fused.share_outer_scales(model)
     except BaseException as error:
-        if len(kept) < len(changes) + len({id(c.module) for c in stacks}) and (packed or stacks):
+        if len(kept) < len({id(c.module) for c in every}) and (packed or stacks):
             error.add_note(
                 "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
             )
@@ -260,8 +249,7 @@ def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | 
     """Raise ValueError where the model cannot go to `device`."""
     if device is None:
         return
-    weights = *(c.module.weight for c in planned.layers), *(c.weight for c in planned.experts)
-    if any(isinstance(w, DTensor) for w in weights):
+    if any(isinstance(c.weight, DTensor) for c in (*planned.layers, *planned.experts)):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     if empty and torch.device(device).type != "meta":
@@ -277,18 +265,13 @@ def _try(changes: list[Change], kept: Collection[int], device: torch.device | st
     """
     seen: set[Any] = set()
     for change in changes:
-        kind = (
-            change.layer,
-            change.target.tensor,
-            str(change.target.recipe),
-            change.module.weight.shape,
-            change.module.weight.device,
-        )
+        weight, target = change.weight, change.target
+        kind = (change.layer, target.tensor, str(target.recipe), weight.shape, weight.device)
         if id(change) not in kept and kind not in seen:
             seen.add(kind)
             if len(seen) > 1:  # the first one is tried by applying it
                 with warnings.catch_warnings(action="ignore"):  # they come when it is applied
-                    pack(change, change.module.weight, device)
+                    pack(change, weight, device)
 
 
 def apply(
