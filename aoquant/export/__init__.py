@@ -11,7 +11,7 @@ are filled one layer at a time. docs/serving.md says which engine computes exact
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,68 +61,53 @@ def export(
             nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
         ImportError: the format's library is missing.
     """
-    _check_format(format)
-    _check_tokenizer(tokenizer)
-    from aoquant.export import source
+    _check(format, tokenizer)
+    from aoquant.export import hf_folder, source
 
     check_path(directory, "directory", "the folder to write")
     if not isinstance(model, nn.Module):
         check_path(model, "model", "a converted model or the folder of one")
     found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
-    writer: Callable[..., Path] = _writer(format)
-    return writer(found, Path(directory), tokenizer=tokenizer, skip=tuple(skip), max_shard_size=max_shard_size)
+    asked: dict[str, Any] = {"tokenizer": tokenizer, "skip": tuple(skip)}
+    if format == "gguf":
+        from aoquant.export import gguf_file
+
+        return gguf_file.write(found, Path(directory), **asked)
+    return hf_folder.write(found, Path(directory), **_layout(format), max_shard_size=max_shard_size, **asked)
 
 
 def check(model: nn.Module, format: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Raise what `export` of a converted model would raise for its numbers and its tokenizer; nothing is written."""
-    _check_format(format)
-    _check_tokenizer(tokenizer)
-    from aoquant.export import source
+    _check(format, tokenizer)
+    from aoquant.export import hf_folder, source
 
     found = source.of_model(model)
     if format == "gguf":
         from aoquant.export import gguf_file
 
         gguf_file.check(found, tokenizer)
-        return
-    from aoquant.export import hf_folder
-
-    store, describe = (import_module(f"aoquant.export.{name}") for name in _PARTS[format])
-    hf_folder.decide(found, store=store.store, describe=describe.describe, target=format, skip=())
+    else:
+        hf_folder.decide(found, **_layout(format), skip=())
 
 
-def _check_format(format: str) -> None:
+def _check(format: str, tokenizer: object) -> None:
+    """Raise for a format that is not known, or whose library is missing, and for what is no tokenizer, such as its
+    name.
+    """
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
     try:
         import_module(FORMATS[format])
     except ImportError as error:
         raise ImportError(f"format={format!r} needs {error.name}: pip install 'aoquant[export]'") from None
-
-
-def _check_tokenizer(tokenizer: object) -> None:
-    """Raise ValueError for what is no tokenizer, such as its name, before anything is written."""
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(
             f"tokenizer is a transformers tokenizer, as AutoTokenizer.from_pretrained gives, got {tokenizer!r}"
         )
 
 
-def _writer(format: str) -> Callable[..., Any]:
-    if format == "gguf":
-        from aoquant.export import gguf_file
-
-        return gguf_file.write
-    from aoquant.export import hf_folder
-
-    store, describe = (f"aoquant.export.{name}" for name in _PARTS[format])
-
-    def write(*args: Any, **kwargs: Any) -> Path:
-        return hf_folder.write(
-            *args, store=import_module(store).store, describe=import_module(describe).describe, target=format, **kwargs
-        )
-
-    return write
-
-
-_PARTS = {"compressed-tensors": ("compressed", "compressed_folder"), "modelopt": ("modelopt", "modelopt")}
+def _layout(format: str) -> dict[str, Any]:
+    """Return how a folder of this format stores a layer, and describes itself."""
+    names = ("compressed", "compressed_folder") if format == "compressed-tensors" else ("modelopt", "modelopt")
+    store, describe = (import_module(f"aoquant.export.{name}") for name in names)
+    return {"store": store.store, "describe": describe.describe, "target": format}

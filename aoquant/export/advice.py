@@ -15,31 +15,20 @@ from aoquant.tensor import PackedTensor
 CHECKS = {"compressed-tensors": "compressed", "modelopt": "modelopt", "gguf": "ggml_types"}
 
 
-def takers(source: Source, weights: Iterable[Weight], target: str) -> list[str]:
-    """The formats besides `target` that hold all of these layers of the model as they are; none where there are none.
+def other_formats(source: Source, target: str) -> Callable[[Iterable[Weight]], str]:
+    """Return what advises, of some layers of a model, the formats besides `target` that hold all of them as they are.
 
-    For several questions about one model: `asker`.
+    The advice ends a sentence; it is "" where no other format does. The model's outer scales are read once.
     """
-    return asker(source, target)(weights)
-
-
-def asker(source: Source, target: str) -> Callable[[Iterable[Weight]], list[str]]:
-    """`takers` of one model, whose outer scales are read once."""
     apart = cache(lambda: _fused_apart(source))
 
-    def ask(weights: Iterable[Weight]) -> list[str]:
+    def advise(weights: Iterable[Weight]) -> str:
         asked = list(weights)
         held = [f for f in CHECKS if f != target and asked and _takes(source, asked, f)]
-        return [f for f in held if f == "gguf" or not apart()]
+        names = " or ".join(f"format={f!r}" for f in held if f == "gguf" or not apart())
+        return f", or export with {names}, which holds its weights as they are" if names else ""
 
-    return ask
-
-
-def advice(formats: list[str]) -> str:
-    """The end of an advice: ", or export with format=..."; "" for none."""
-    if not formats:
-        return ""
-    return f", or export with {' or '.join(f'format={f!r}' for f in formats)}, which holds its weights as they are"
+    return advise
 
 
 def _takes(source: Source, weights: list[Weight], format: str) -> bool:

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import compressed_tensors
@@ -52,11 +52,15 @@ def describe(source: Source, contents: Contents) -> Description:
         scheme: QuantizationScheme = stored.scheme
         groups.setdefault(scheme.model_dump_json(), _Group(scheme, [])).modules.append(module)
     one = len(groups) == 1
-    _check_symmetric(groups.values())
-    _warn_transformers(groups.values())
-    _warn_initialised(source.stock, contents)
-    if not one:
-        _warn_packed_zeros(groups.values())
+    packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors]
+    said = [s for group in groups.values() for s in _unreadable(group, alone=one)]
+    if layers := initialised(source.stock, packed):
+        said.append(
+            f"transformers cannot load the folder: {type(source.stock).__name__} initialises the weight of {len(layers)} layer(s), such as "
+            f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)"
+        )
+    for message in said:
+        warnings.warn(message, AoquantWarning, stacklevel=4)
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
@@ -91,41 +95,30 @@ def _patterns(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(f if isinstance(f, str) else rf"re:{re.escape(f[1])}\..*" for f in found))
 
 
-def _check_symmetric(groups: Iterable[_Group]) -> None:
-    """Raise ValueError for experts of integers with zero points, which vLLM's kernels for experts do not take."""
-    for scheme, modules in groups:
-        expert = next(filter(EXPERT.match, modules), None)
-        if expert and scheme.weights is not None and scheme.weights.type == "int" and not scheme.weights.symmetric:
-            weights = scheme.weights
-            advice = symmetric(weights.group_size or 0) if weights.num_bits == 4 else "train a symmetric format"
-            raise ValueError(
-                f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: {advice}; nothing was written"
-            )
+def _unreadable(group: _Group, *, alone: bool) -> Iterator[str]:
+    """What transformers' own reader of these folders cannot load, or loads with other values. alone: it is the one
+    scheme of the model.
 
-
-def _warn_transformers(groups: Iterable[_Group]) -> None:
-    """Warn of experts that transformers' own reader of these folders cannot load, or loads with other values."""
-    for scheme, modules in groups:
-        expert = next(filter(EXPERT.match, modules), None)
-        layout = CompressionFormat(scheme.format).value
-        if expert and (fact := _IN_TRANSFORMERS.get(layout)):
-            warnings.warn(
-                f"transformers {fact} {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
-                "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4",
-                AoquantWarning,
-                stacklevel=5,
-            )
-
-
-def _warn_initialised(stock: PreTrainedModel, contents: Contents) -> None:
-    """Warn of layers whose weight transformers initialises when it loads the folder, where the folder has none."""
-    packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors]
-    if layers := initialised(stock, packed):
-        warnings.warn(
-            f"transformers cannot load the folder: {type(stock).__name__} initialises the weight of {len(layers)} layer(s), such as "
-            f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)",
-            AoquantWarning,
-            stacklevel=5,
+    Raises:
+        ValueError: experts are integers with zero points, which vLLM's kernels for experts do not take.
+    """
+    scheme, modules = group
+    expert = next(filter(EXPERT.match, modules), None)
+    weights, layout = scheme.weights, CompressionFormat(scheme.format).value
+    if expert and weights is not None and weights.type == "int" and not weights.symmetric:
+        advice = symmetric(weights.group_size or 0) if weights.num_bits == 4 else "train a symmetric format"
+        raise ValueError(
+            f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: {advice}; nothing was written"
+        )
+    if expert and (fact := _IN_TRANSFORMERS.get(layout)):
+        yield (
+            f"transformers {fact} {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
+            "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4"
+        )
+    if _packs_zeros(scheme) and not alone:  # transformers 5.24 refuses them
+        yield (
+            f"{modules[0]}: transformers 5.24 cannot load packed zero points (intx asym) in a model of several formats: serve the "
+            "folder with vLLM, read it with aoquant.load_pretrained, or train one format or a symmetric one"
         )
 
 
@@ -147,18 +140,6 @@ def initialised(stock: PreTrainedModel, layers: Iterable[str]) -> list[str]:
             found.append(name)
         modules[name]._parameters["weight"] = weight
     return found
-
-
-def _warn_packed_zeros(groups: Iterable[_Group]) -> None:
-    """Warn of a scheme with packed zero points among several schemes, which transformers 5.24 refuses to load."""
-    for scheme, modules in groups:
-        if _packs_zeros(scheme):
-            warnings.warn(
-                f"{modules[0]}: transformers 5.24 cannot load packed zero points (intx asym) in a model of several formats: serve the "
-                "folder with vLLM, read it with aoquant.load_pretrained, or train one format or a symmetric one",
-                AoquantWarning,
-                stacklevel=5,
-            )
 
 
 def _check_experts(groups: Iterable[Iterable[str]]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning, listed
-from aoquant.export.advice import advice, asker
+from aoquant.export.advice import other_formats
 from aoquant.export.experts import Weight
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
@@ -47,9 +47,9 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
     left = _matching(skip, quantised)
     embeddings = source.embeddings()
     layers: dict[str, Stored] = {}
-    others_of = asker(source, target)
+    others_of = other_formats(source, target)
     experts = any(map(EXPERT.match, quantised))
-    problems, notes, others = list[str](), dict[str, list[str]](), dict[str, list[str]]()
+    problems, notes, others = list[str](), dict[str, list[str]](), dict[str, str]()
     for module, weight in quantised.items():
         if module in left:
             continue
@@ -76,9 +76,9 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
             layers[module] = store(packed)
         except Unfit as error:
             if error.reason not in others:  # asked of one layer for each reason
-                others[error.reason] = [] if module in embeddings else others_of([weight])
+                others[error.reason] = "" if module in embeddings else others_of([weight])
             instead = error.beside_experts if experts else error.instead
-            problems.append(f"{module}: {error.reason}. Instead: {instead}{advice(others[error.reason])}")
+            problems.append(f"{module}: {error.reason}. Instead: {instead}{others[error.reason]}")
             continue
         for note in layers[module].notes:
             notes.setdefault(note, []).append(module)

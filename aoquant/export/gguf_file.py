@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from aoquant._messages import bar
 from aoquant.export import gguf_arch, gguf_checksum, gguf_tokenizer
-from aoquant.export.advice import advice, takers
+from aoquant.export.advice import other_formats
 from aoquant.export.contents import Contents, contents_of, values
 from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
@@ -54,14 +54,7 @@ class _Entry:
         return int(np.prod(self.shape)) // block * size
 
 
-def write(
-    source: Source,
-    out: Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    skip: Sequence[str],
-    max_shard_size: int | str,
-) -> Path:
+def write(source: Source, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]) -> Path:
     """Write `source` as OUT/model.gguf; returns the file.
 
     Raises:
@@ -129,8 +122,8 @@ def _architecture(source: Source) -> Architecture:
     try:
         return gguf_arch.find(source.config)
     except ValueError as error:
-        others = takers(source, [w for w in source.weights.values() if w.tensor_class != "Tensor"], "gguf")
-        raise ValueError(f"{error}{advice(others)}") from None
+        packed = (w for w in source.weights.values() if w.tensor_class != "Tensor")
+        raise ValueError(f"{error}{other_formats(source, 'gguf')(packed)}") from None
 
 
 def _entries(source: Source, contents: Contents, architecture: Architecture) -> list[_Entry]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.export.advice import advice, takers
+from aoquant.export.advice import other_formats
 from aoquant.export.contents import Contents
 from aoquant.export.fused import check_fused
 from aoquant.export.source import Source
@@ -92,7 +92,7 @@ def describe(source: Source, contents: Contents) -> Description:
         algorithms.setdefault(stored.scheme, module)
     if len(algorithms) > 1:
         found = ", ".join(f"{algorithm} ({module})" for algorithm, module in algorithms.items())
-        others = advice(takers(source, [w for w in source.weights.values() if w.module in contents.layers], "modelopt"))
+        others = other_formats(source, "modelopt")(w for w in source.weights.values() if w.module in contents.layers)
         raise ValueError(f"modelopt: one algorithm for the whole model, got {found}: skip some layers{others}")
     algorithm = next(iter(algorithms))
     check_fused(contents.layers, source.modules)
