@@ -31,7 +31,7 @@ from aoquant.formats.operand import SCALES
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import PreparedModule, QATLinear
-from aoquant.planning import fused
+from aoquant.planning.fused import share_outer_scales
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
 
@@ -92,7 +92,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             watched = seen.get(fqn)
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
-    fused.share_outer_scales(model)
+    share_outer_scales(model)
 
 
 def _refuse(problems: dict[str, str]) -> None:

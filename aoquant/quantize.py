@@ -41,11 +41,12 @@ from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
-from aoquant.planning import coverage, experts, fused, half
+from aoquant.planning import coverage, fused, half
 from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter, is_asked
 from aoquant.planning.plan import Plan, plan
 from aoquant.planning.restore import restoring
+from aoquant.planning.stacks import apply as apply_stack
 from aoquant.planning.tied import identity
 from aoquant.recipes import trained
 from aoquant.targets.kernels import why_not_run
@@ -231,7 +232,7 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
             for change in track(changes, changes[0].step if changes else ""):
                 apply(change, packed, device)
             for stack in track(stacks, "experts", "parameter"):
-                experts.apply(stack, device)
+                apply_stack(stack, device)
             fsdp.release(model, converted)
             if changes and changes[0].step == "prepare":
                 fused.share_outer_scales(model)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 
-from aoquant.export.experts import Weight
-from aoquant.export.fused import unequal
+from aoquant.export.fused_checks import unequal
 from aoquant.export.source import Source
 from aoquant.export.targets import Unfit
+from aoquant.export.weights import Weight
 from aoquant.tensor import PackedTensor
 
 CHECKS = {"compressed-tensors": "compressed", "modelopt": "modelopt", "gguf": "ggml_types"}

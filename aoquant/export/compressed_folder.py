@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from aoquant._messages import AoquantWarning
 from aoquant.export.contents import Contents
-from aoquant.export.fused import check_fused
+from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Description, symmetric
 

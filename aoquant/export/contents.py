@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning, listed
 from aoquant.export.advice import other_formats
-from aoquant.export.experts import Weight
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
+from aoquant.export.weights import Weight
 from aoquant.tensor import PackedTensor
 
 Store = Callable[[PackedTensor], Stored]

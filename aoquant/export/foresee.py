@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 
 from aoquant.export.advice import CHECKS
-from aoquant.export.fused import apart
+from aoquant.export.fused_checks import apart
 from aoquant.export.targets import Unfit
 from aoquant.formats import Operand, Scales
 from aoquant.layers.recipe import LinearRecipe

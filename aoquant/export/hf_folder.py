@@ -15,8 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from aoquant import __version__
 from aoquant.export.contents import Contents, Store, contents_of, values
-from aoquant.export.folder import Folder
-from aoquant.export.fused import warn_mixed
+from aoquant.export.filled_folder import Folder
+from aoquant.export.fused_checks import warn_mixed
 from aoquant.export.source import Source
 from aoquant.export.targets import Description
 from aoquant.integrations import checkpoint, checksums

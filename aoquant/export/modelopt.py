@@ -24,7 +24,7 @@ from torch import Tensor
 
 from aoquant.export.advice import other_formats
 from aoquant.export.contents import Contents
-from aoquant.export.fused import check_fused
+from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
 from aoquant.export.targets import Description, Stored, Unfit, is_nvfp4, one_outer
 from aoquant.formats import NVFP4, Float8, Format, Operand, get_format

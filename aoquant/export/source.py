@@ -20,7 +20,7 @@ from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_s
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from aoquant.export.experts import Weight, as_stored
+from aoquant.export.weights import Weight, as_stored
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import POINTER
 from aoquant.integrations.safetensors_file import StoredTensor, header, read_json

@@ -29,7 +29,7 @@ from aoquant.integrations.plans import ptq_plan
 from aoquant.integrations.safetensors_file import StoredTensor, read_json, reading
 from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.integrations.stream_sources import Source
-from aoquant.planning import experts
+from aoquant.planning import stacks
 from aoquant.planning.changes import Change
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.tied import identity
@@ -120,7 +120,7 @@ def build(
     for stack in planned.experts:
         layers.append(_stack(stack, model, stored, tied))
     for stack in planned.experts:
-        experts.apply(stack)
+        stacks.apply(stack)
     for change in planned.layers:
         weight = change.module.weight
         if identity(weight) not in packed:

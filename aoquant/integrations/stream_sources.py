@@ -14,9 +14,9 @@ from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.layers.experts import is_transposed
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.planning.changes import Change
-from aoquant.planning.experts import pack_expert
 from aoquant.planning.fused import shared_at_once
 from aoquant.planning.plan import not_finite
+from aoquant.planning.stacks import pack_expert
 from aoquant.quantize import pack
 
 

@@ -112,7 +112,7 @@ def _weights(
     """What a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
     for.
     """
-    from aoquant.export.experts import Weight, as_stored  # needs transformers
+    from aoquant.export.weights import Weight, as_stored  # needs transformers
 
     tied, weights = set[int](), dict[str, Weight]()
     for name, tensor in prepared.state_dict(keep_vars=True).items():

@@ -31,9 +31,9 @@ from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.changes import Chosen
-from aoquant.planning.experts import why_unsupported
 from aoquant.planning.heads import heads
-from aoquant.targets.base import Fields
+from aoquant.planning.stacks import why_unsupported
+from aoquant.targets.target import Fields
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 

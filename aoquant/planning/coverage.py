@@ -33,9 +33,9 @@ from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import router_modules
 from aoquant.planning.choose import Choice
-from aoquant.planning.experts import why_unsupported
 from aoquant.planning.heads import heads
 from aoquant.planning.sizes import stored_bytes
+from aoquant.planning.stacks import why_unsupported
 from aoquant.planning.tied import identity, modules
 from aoquant.tensor import PackedTensor
 

@@ -35,7 +35,7 @@ from aoquant.parallel import packed as sharded
 from aoquant.parallel.fsdp import GATHER, compute_dtypes
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.parallel.linear import all_finite
-from aoquant.planning import experts, owners
+from aoquant.planning import owners, stacks
 from aoquant.planning import tied as sharing
 from aoquant.planning.changes import Change, Chosen
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
@@ -191,7 +191,7 @@ def _change(chosen: Chosen, *, has_gemm: bool = False, dtype: torch.dtype | None
     else:
         target = _deployed(prepared, config)
     change = Change(chosen.fqn, module, config, chosen.parameter, step=step, target=target, dtype=seen, layer=layer)
-    _refuse(_why_not(change, has_gemm, dtype) if layer else experts.why_not(chosen, step, target))
+    _refuse(_why_not(change, has_gemm, dtype) if layer else stacks.why_not(chosen, step, target))
     return change
 
 
@@ -221,7 +221,7 @@ def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: t
     if not isinstance(config, QATConfig):
         return _widened(resolve(config), None, dtype)
     target = prepare_target(config)
-    target = _widened(target if layer else experts.with_own_scales(target), prepared, dtype)
+    target = _widened(target if layer else stacks.with_own_scales(target), prepared, dtype)
     if prepared is not None:
         _check_same_forward(prepared.recipe, target, replaces=isinstance(chosen.module, QATLinear | QATExperts))
     return target

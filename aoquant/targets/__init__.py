@@ -15,9 +15,9 @@ from typing import Any
 
 from aoquant.config import WeightConfig
 
-from . import fake, floats, int4, integers
-from .base import Fields, Target, packed_target
+from . import fake, torchao_floats, torchao_int4, torchao_integers
 from .refused import REASONS
+from .target import Fields, Target, packed_target
 
 __all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
 
@@ -29,7 +29,11 @@ fake_target = fake.target
 PROVED = ("0.18",)
 
 # by class name, so that torchao's prototype configs need not be imported here
-_TORCHAO: dict[str, Callable[[Any], Target]] = {**integers.TARGETS, **int4.TARGETS, **floats.TARGETS}
+_TORCHAO: dict[str, Callable[[Any], Target]] = {
+    **torchao_integers.TARGETS,
+    **torchao_int4.TARGETS,
+    **torchao_floats.TARGETS,
+}
 
 
 def resolve(config: Any) -> Target:

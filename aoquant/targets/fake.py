@@ -19,9 +19,9 @@ from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_format, get_operand
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Fields, Target, group, packed_target, require
-from .floats import _ELEMENTS, float8_format
-from .integers import intx_format, mapping, stored
+from .target import Fields, Target, group, packed_target, require
+from .torchao_floats import _ELEMENTS, float8_format
+from .torchao_integers import intx_format, mapping, stored
 
 
 def target(weight_config: Any, activation_config: Any) -> Target:

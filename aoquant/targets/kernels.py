@@ -11,7 +11,7 @@ import torch
 
 from aoquant import ops
 
-from .base import Target
+from .target import Target
 
 # GEMM contract of a torchao tensor that one kernel alone computes: its backend, and the package that brings it
 _KERNELS = {

@@ -18,10 +18,10 @@ from support.export_cases import byte_level, converted, llama, packed
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
 
 from aoquant import Int4WeightConfig, PackedWeightConfig, QATConfig, cli, export, quantize_, save_pretrained
-from aoquant.export import folder, hf_folder
+from aoquant.export import filled_folder, hf_folder
 from aoquant.export.contents import values
-from aoquant.export.experts import Weight
 from aoquant.export.targets import Stored
+from aoquant.export.weights import Weight
 from aoquant.integrations.hf import load_pretrained
 from aoquant.tensor import PackedTensor
 
@@ -64,7 +64,7 @@ def test_an_interrupted_export_continues(saved: Path, tmp_path: Path, monkeypatc
             raise KeyboardInterrupt
         return values(weight)
 
-    monkeypatch.setattr(folder, "FLUSHED", 1)
+    monkeypatch.setattr(filled_folder, "FLUSHED", 1)
     monkeypatch.setattr(hf_folder, "values", counted)
     with pytest.raises(KeyboardInterrupt):
         export(saved, tmp_path / "out")
@@ -81,7 +81,7 @@ def test_another_export_starts_anew(saved: Path, tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "FLUSHED", 1)
+        patched.setattr(filled_folder, "FLUSHED", 1)
         patched.setattr(hf_folder, "values", stop)
         with pytest.raises(KeyboardInterrupt):
             export(saved, tmp_path / "out")

@@ -16,7 +16,7 @@ from support.export_cases import byte_level, converted
 from support.killed import killed, operations
 
 from aoquant import PackedWeightConfig, cli, convert_checkpoint, load_pretrained, save_pretrained
-from aoquant.export import export, folder, hf_folder
+from aoquant.export import export, filled_folder, hf_folder
 from aoquant.export.contents import values
 from aoquant.export.verify import verify
 from aoquant.integrations import atomic, checkpoint
@@ -48,7 +48,7 @@ def test_a_killed_export_is_whole_after_the_next_one(
     layout: str, there: bool, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty folder that exists may be a mount point: it is filled where it is."""
-    monkeypatch.setattr(folder, "FLUSHED", 1)
+    monkeypatch.setattr(filled_folder, "FLUSHED", 1)
     out = tmp_path / "out"
 
     def call() -> None:
@@ -111,7 +111,7 @@ def test_a_resumed_export_notices_another_source(
         return values(weight)
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "FLUSHED", 1)
+        patched.setattr(filled_folder, "FLUSHED", 1)
         patched.setattr(hf_folder, "values", stop)
         with pytest.raises(KeyboardInterrupt):
             export(source, out)
@@ -136,7 +136,7 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic, "flush", full)
-    monkeypatch.setattr(folder, "flush", full)
+    monkeypatch.setattr(filled_folder, "flush", full)
     with pytest.raises(ValueError, match=r"out: cannot be written: .*No space left on device"):
         export(folders[f"{layout}-checkpoint"], tmp_path / "out", layout)
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from aoquant import Int4WeightConfig
 from aoquant.formats import Scales, get_operand
 from aoquant.parallel import experts as parallel
 from aoquant.parallel import linear
-from aoquant.planning import experts
+from aoquant.planning import stacks
 from aoquant.planning.changes import Chosen
 from aoquant.targets import resolve
 
@@ -87,6 +87,6 @@ def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
         module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(dim)))
         module.is_transposed = False  # type: ignore[assignment]
         for kind in ("prepare", "quantize"):
-            reason = experts.why_not(chosen, kind, target)
+            reason = stacks.why_not(chosen, kind, target)
             assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), (dim, kind, reason)
     assert parallel.first_of(on(mesh, torch.randn(2, 32, 64), Shard(0))) == 0

@@ -267,7 +267,7 @@ def test_hqq_is_packed_on_the_device_that_trained() -> None:
 
 def test_what_is_packed_on_a_gpu_says_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the packers, whose bytes are tested on GPUs: torchao reads the group from the tensor."""
-    int4 = importlib.import_module("aoquant.targets.int4")
+    int4 = importlib.import_module("aoquant.targets.torchao_int4")
     monkeypatch.setattr(int4, "_can", lambda *args: None)
     monkeypatch.setattr(int4, "_shuffled", lambda codes, scale: (codes, scale))
     monkeypatch.setattr(int4.tinygemm, "pack_cuda", lambda format, e, rows: (e.codes, e.scale))

@@ -224,12 +224,12 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "layers/test_fake_quantize_configs.py"),
     "targets/kernels.py": ("targets/test_kernels_here.py",),
-    "targets/int4.py": ("targets/test_int4_targets.py",),
-    "targets/integers.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
-    "targets/floats.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
+    "targets/torchao_int4.py": ("targets/test_int4_targets.py",),
+    "targets/torchao_integers.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
+    "targets/torchao_floats.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "planning/": _WHOLE_MODELS,
     "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS_NAMED),
-    "planning/experts.py": (
+    "planning/stacks.py": (
         *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN, "parallel/test_placements.py", "model/test_coverage.py",
     ),
     "planning/fused.py": ("export/test_recipes_served.py", "formats/test_engines.py"),

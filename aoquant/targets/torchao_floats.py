@@ -22,8 +22,8 @@ from torchao.quantization.quantize_.workflows import Float8PackingFormat, Quanti
 from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, Scales, layout
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Build, Target, group, numbers, require
-from .int4 import float8_dialect
+from .target import Build, Target, group, numbers, require
+from .torchao_int4 import float8_dialect
 
 _PREFERENCES = ("AUTO", "TORCH", "MSLK")
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}

@@ -20,7 +20,7 @@ from torchao.quantization.quantize_.workflows import (
 from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Scales, Stretched
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Build, Target, group, numbers, require
+from .target import Build, Target, group, numbers, require
 
 _MAPPINGS = {
     MappingType.SYMMETRIC: "symmetric",

@@ -30,7 +30,7 @@ from aoquant.formats import Encoded, Float8Mslk, Int4, Int4Float8, Int4Float8Row
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops.gemm import mslk, tinygemm
 
-from .base import Target, group, require
+from .target import Target, group, require
 
 _MSLK = (1, 1)  # the first release whose fp8 quantiser has the formula of formats/mslk.py
 _FLOAT8_GROUP = 128  # torchao's only choice
