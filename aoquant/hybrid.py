@@ -24,8 +24,8 @@ from torchao.core.config import AOBaseConfig
 from aoquant.formats import HighPrecision, Operand, get_operand
 from aoquant.formats.delayed import SELECTS
 from aoquant.layers import law
+from aoquant.layers.law import SAVES
 from aoquant.layers.recipe import BACKWARD, LinearRecipe
-from aoquant.layers.sides import SAVES
 
 BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
 SOURCES = {"dgrad_weight": "forward"}  # default source of each cast; "original" for the casts that are not here

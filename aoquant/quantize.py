@@ -33,12 +33,11 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import ops
 from aoquant._messages import AoquantWarning, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
-from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
+from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales, tiles
 from aoquant.layers import direct_reads, fast_path, replaced
 from aoquant.layers.learned_scales import not_positive
-from aoquant.layers.packed import PackedLinear, adopt, described, name_parents
+from aoquant.layers.packed import PackedLinear, adopt, described
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
-from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
 from aoquant.planning import coverage, fused, half
@@ -121,7 +120,6 @@ def quantize_(
     _remember(planned)
     said = _missing_kernels(planned, device)
     fast_path.sync(model)
-    name_parents(model)
     if "convert" in steps:
         replaced.forget(model)
     replaced.record(model)

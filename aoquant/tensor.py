@@ -26,8 +26,9 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.bound import BoundWeight
+from aoquant.layers.checks import check_device, check_dtype
 from aoquant.layers.embedding import looked_up
-from aoquant.layers.linear import check_device, check_dtype, quantized_linear
+from aoquant.layers.function import quantized_linear
 from aoquant.layers.packed_parts import check_parts
 from aoquant.layers.recipe import LinearRecipe
 

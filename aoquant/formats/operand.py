@@ -166,6 +166,15 @@ class Operand:
         drawn = self.transform is not None and self.transform.drawn and random is not None
         return self.transformed(x_RK, random.signs(self.transform.size) if drawn else None)  # type: ignore[union-attr]
 
+    def scale_dtype(self, weight: Tensor | Encoded) -> torch.dtype | None:
+        """dtype of a weight's scales, where it follows the dtype of the weight (int4); None for other formats.
+
+        weight: as it is stored, or what this will encode; behind a transform that is float32.
+        """
+        if isinstance(weight, Encoded):
+            return None if weight.scale is None else self.format.scale_dtype(weight.scale.dtype)
+        return self.format.scale_dtype(weight.dtype if self.transform is None else torch.float32)
+
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
         """`Format.encode` of the transformed x_RK. random: where the numbers come from, for an operand that draws.
 

@@ -25,7 +25,7 @@ from aoquant.config import WeightConfig
 from aoquant.integrations import checksums
 from aoquant.integrations.stored_names import wide_dtype
 from aoquant.layers.experts import is_transposed, stacked_names
-from aoquant.layers.packed import adopt, name_parents
+from aoquant.layers.packed import adopt
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
 
@@ -101,7 +101,6 @@ class Quantizer(TorchAoHfQuantizer):
             forget_rebuilding(model)
         for module in model.modules():
             adopt(module)
-        name_parents(model)
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model

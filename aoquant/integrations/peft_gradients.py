@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.layers.linear import cast
+from aoquant.layers.checks import cast
 from aoquant.quantize import config_of
 from aoquant.report.measure import has_value, packed_value
 from aoquant.tensor import PackedTensor

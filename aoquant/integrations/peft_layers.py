@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.layers.function import codes, pulled_back
+from aoquant.layers.function import pulled_back
 from aoquant.layers.packed import adopt
 from aoquant.layers.qat import QATLinear
 from aoquant.parallel.linear import is_sharded
@@ -288,7 +288,7 @@ class _LowRankGradient(torch.autograd.Function):
             a,
             b,
             None if w_held is None else w_held.transform,
-            *(codes(x_MK, x_as, held).tensors if x_as else (x_MK,)),
+            *(ops.codes(x_MK, x_as, held).tensors if x_as else (x_MK,)),
         )
         ctx.scaling, ctx.x_as, ctx.w_as = scaling, x_as, w_as
         return y.view_as(y)

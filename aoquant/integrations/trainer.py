@@ -111,7 +111,7 @@ class QATCallback(TrainerCallback):
     @torch.no_grad()
     def _measure(self, model: nn.Module) -> dict[str, float]:
         layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLayer)}.values()
-        found = [sqnr(m.matrix() if (w := m.master()) is None else w, m.quantised_weight()) for m in layers]
+        found = [sqnr(m.matrix() if m.master is None else m.master, m.quantised_weight()) for m in layers]
         experts = [(m, name) for m in model.modules() if isinstance(m, QATExperts) for name in m.stacks]
         found += [sqnr(getattr(m, name), m.quantised_weight(name)) for m, name in experts]
         logs = {MIN: min(found), MEAN: sum(found) / len(found)}

@@ -14,7 +14,6 @@ forced backend. For any other call it returns None, and the caller takes the gen
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -31,7 +30,6 @@ from torch.autograd import forward_ad
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.shared_operands import Parent, shared
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 from aoquant.ops.quantized import Ask
@@ -44,14 +42,14 @@ Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> 
 class BoundWeight:
     """How one packed weight (N, K) of `dtype` is multiplied, by the number of rows of x.
 
-    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. parent: of the layers that it shares
-    encoded inputs with. readers: the layers that hold views of its parts.
+    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. readers: the layers that hold views of
+    its parts.
     """
 
     # fmt: off
     __slots__ = (
         "_device", "_dtype", "_generation", "_given", "_k", "_multipliers", "_n", "_recipe", "_w",
-        "ordinary", "parent", "readers",
+        "ordinary", "readers",
     )
     # fmt: on
 
@@ -63,7 +61,6 @@ class BoundWeight:
         self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
         self._multipliers: dict[int, Multiplier] = {}
         self._generation = router.generation()
-        self.parent: Parent | None = None
         self.readers: WeakSet[Any] = WeakSet()
 
     def end(self) -> None:
@@ -102,7 +99,7 @@ class BoundWeight:
                 and (
                     type(bias) not in _ORDINARY
                     or bias.device != self._device
-                    or bias.numel() != self._n
+                    or bias.shape != (self._n,)
                     or not bias.is_contiguous()
                 )
             )
@@ -148,7 +145,7 @@ class BoundWeight:
         product = None if found.bind is None else found.bind(request, w)
         if product is None:
             return general
-        bound = product
+        bound, ask = product, Ask(False, dtype)
 
         def weights(x: Tensor, bias: Tensor | None) -> Tensor:
             if x.dim() == 2:
@@ -157,14 +154,12 @@ class BoundWeight:
 
         def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            how = partial(codec.quantize, x_as, x.reshape(m, k), Ask(False, dtype))
-            made = shared(x, (x_as.name, dtype), id(self), self.parent, how)
+            made = codec.quantize(x_as, x.reshape(m, k), ask)
             return bound(made.matrix, made.alpha, bias).view(*x.shape[:-1], -1)
 
         def codes(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            how = partial(codec.encode, x_as, x.reshape(m, k))
-            made = shared(x, (x_as.name, "codes"), id(self), self.parent, how)
+            made = codec.encode(x_as, x.reshape(m, k))
             return bound(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
 
         if x_as is None:

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from aoquant._messages import AoquantWarning
+from aoquant.layers.checks import unread
 from aoquant.layers.kinds import is_packed
-from aoquant.layers.linear import unread
 from aoquant.layers.qat import QATLayer
 
 # fmt: off

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from aoquant import ops
 from aoquant.formats import Encoded, get_operand
-from aoquant.layers.function import refuse_second_derivative, refuse_transforms
-from aoquant.layers.linear import check_device, note_run, unread
+from aoquant.layers.checks import check_device, note_run, refuse_second_derivative, refuse_transforms, unread
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel.linear import is_sharded
 

@@ -1,9 +1,13 @@
-"""The one autograd function of a quantised linear layer.
+"""A quantised linear layer, on one page: y = x W^T + b with both operands encoded, and its gradients.
+
+    quantized_linear    the door: checks a call that is not ordinary, finds what is shared, calls autograd
+    QuantizedLinear     the one autograd function
+    multiply            its forward, which packed layers call too
 
 forward:   1. encode the input, or take the codes of a layer that was given the same one; on a GPU both sides of it
               together, where backward will read a column side of the original
            2. multiply; W is encoded on the way
-           3. keep for backward what the gradients that are asked for will read (sides.py)
+           3. keep what the gradients that are asked for will read: `recipe.dgrad` and `recipe.wgrad` say what
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
            both quantised GEMMs are one op: dy is encoded once where its two sides have the same codes (a square tile,
            or one scale for the tensor), and read once, for both, where a GPU multiplies quantised operands
@@ -19,28 +23,29 @@ A side that no GEMM will read (a frozen weight, an input without gradient) is ne
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant.formats import Encoded, Operand, Scales
+from aoquant.formats import FLOAT_DTYPES, Encoded, Operand, Scales
 from aoquant.formats.delayed import Delayed
 from aoquant.formats.random import of_rank
-from aoquant.layers.recipe import LinearRecipe, recipe_of
-from aoquant.layers.saved import Saved, keep, kept
-from aoquant.layers.shared_inputs import SharedInput
-from aoquant.layers.sides import Side
+from aoquant.layers.cache import FixedWeight, InputCodes, codes_of_input
+from aoquant.layers.checks import checked, note_run, refuse_second_derivative, unread
+from aoquant.layers.recipe import RECIPES, LinearRecipe
 from aoquant.ops import backward as gemms
 from aoquant.parallel import amax as reduced
-from aoquant.parallel.gathered import GatheredWeight
+from aoquant.parallel import linear as sharding
+from aoquant.parallel.gathered import GatheredWeight, WithMaster
 from aoquant.parallel.shards import Shards
 
-if TYPE_CHECKING:
-    from aoquant.layers.fixed import FixedWeight  # which multiplies by what this module makes
+_PLAIN = (Tensor, torch.nn.Parameter)
+ONE_PASS = ("cuda",)  # where each pass over memory costs, so that codes and the GEMM's operand are made together
 
 
 class Given(NamedTuple):
@@ -50,8 +55,7 @@ class Given(NamedTuple):
     packed: an encoded weight, in place of w.
     x_held, w_held: scales and transforms that the layer holds, but no learned scale, which is an argument of `apply`.
     random: the state of the layer's random numbers; backward adds one to its step.
-    shared: where layers with one input share its codes.
-    columns: where they share its column side.
+    rows, columns: where layers with one input share its codes, and its column side. layer: which of them this is.
     fixed: keeps the codes of w for further calls.
     delayed: the state of delayed scales, advanced in backward.
     parts: this rank's part of the layer.
@@ -63,8 +67,9 @@ class Given(NamedTuple):
     x_held: Scales | None = None
     w_held: Scales | None = None
     random: Tensor | None = None
-    shared: SharedInput | None = None
-    columns: SharedInput | None = None
+    rows: InputCodes | None = None
+    columns: InputCodes | None = None
+    layer: int = 0
     fixed: FixedWeight | None = None
     delayed: Delayed | None = None
     parts: Shards | None = None
@@ -81,11 +86,127 @@ class Needs(NamedTuple):
     w_scale: bool
 
 
+class Saved(NamedTuple):
+    """What forward keeps for backward; a field is None where no gradient needs it.
+
+    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K).
+    w: the weight, or its codes.
+    x_held, w_held: scales and transforms that the layer holds.
+    measured: what forward measured of W (`ops.linear.Product`).
+    clipped: a bit for each value of x, 1 where it gets no gradient.
+    amax: (2,), of x and W, where scales are delayed.
+    """
+
+    x: Tensor | Encoded | None = None
+    w: Tensor | Encoded | None = None
+    x_held: Scales | None = None
+    w_held: Scales | None = None
+    measured: Tensor | None = None
+    clipped: Tensor | None = None
+    amax: Tensor | None = None
+
+
 NO_GRADIENT = Needs(False, False, False, False, False)
 
 
+def quantized_linear(
+    x: Tensor,
+    w: Tensor | Encoded,
+    bias: Tensor | None,
+    recipe: LinearRecipe,
+    x_held: Scales | None = None,
+    w_held: Scales | None = None,
+    random: Tensor | None = None,
+    fixed: FixedWeight | None = None,
+    delayed: Delayed | None = None,
+    parts: Shards | None = None,
+    rank: int = 0,
+    master: Tensor | None = None,
+) -> Tensor:
+    """y (..., N) = x (..., K) W^T + bias with a quantised W, differentiable in x, a float W, bias and scales.
+
+    Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype. DTensors go to
+    `sharding.linear`.
+
+    w: (N, K), float and encoded in the call (QAT), or encoded already (inference).
+    x_held, w_held: static or learned scales and fitted transforms, where the recipe has them; for a shard, the scales
+        of its whole.
+    random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
+    fixed: keeps the weight's codes for further calls.
+    delayed: the state of delayed scales, whose factors x_held and w_held hold.
+    parts: this rank's part of the layer, where its backward is quantised.
+    rank: its number among the ranks with other tokens; each of them draws other random numbers.
+    master: takes the gradient of `w`, where `w` is codes alone.
+
+    Raises:
+        ValueError: as `checks.checked`.
+    """
+    packed, weight = (w, None) if isinstance(w, Encoded) else (None, w)
+    given_x, tracing = x, torch.compiler.is_compiling()
+    if (
+        tracing
+        or type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or x.dtype is not weight.dtype  # type: ignore[union-attr]
+        or x.dtype not in FLOAT_DTYPES
+        or x.device != weight.device  # type: ignore[union-attr]
+        or x.shape[-1:] != weight.shape[-1:]  # type: ignore[union-attr]
+        or recipe.contract != "aoquant"
+        or _is_any_autocast_enabled()
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        x, stored = checked(x, w, recipe), w.codes if isinstance(w, Encoded) else w
+        if sharding.is_sharded(x, stored):
+            sides = sharding.HeldOperand(recipe.fprop_input, x_held), sharding.HeldOperand(recipe.fprop_weight, w_held)
+            if recipe.backward_operands:
+                return _sharded(x, stored, bias, recipe, sides, random, rank)
+            return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
+    if not tracing and not torch.is_grad_enabled():
+        y, _ = multiply(x, weight, bias, Given(recipe.key, packed, x_held, w_held, fixed=fixed))
+        return y
+    rows = columns = None
+    leaf = weight if master is None else master
+    if leaf is not None and x_held is None and parts is None and not tracing and leaf.requires_grad:
+        if recipe.fprop_input is not None:
+            rows = codes_of_input(given_x, (x.dtype, recipe.fprop_input))
+        if recipe.wgrad.keeps == "columns":
+            columns = codes_of_input(given_x, (x.dtype, recipe.wgrad))
+    x_scale = w_scale = None
+    if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
+        if x_held is not None and recipe.input_scales == "learned":
+            x_scale, x_held = x_held.scale, Scales(None, x_held.zero, x_held.outer, x_held.transform)
+        if w_held is not None and recipe.weight_scales == "learned":
+            w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
+    shared = rows, columns, id(leaf)
+    given = Given(recipe.key, packed, x_held, w_held, random, *shared, fixed, delayed, parts, rank)
+    return _applied(x, weight, bias, x_scale, w_scale, given, master)
+
+
+@torch.compiler.allow_in_graph
+def _applied(
+    x: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    given: Given,
+    master: Tensor | None,
+) -> Tensor:
+    """`QuantizedLinear`, one call to a compiler, which traces the ops inside and skips the Python around them.
+
+    Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
+    """
+    if unread:
+        note_run(w)
+    if master is not None:
+        w = WithMaster.apply(master, w)  # type: ignore[no-untyped-call]
+    y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
+    return y
+
+
 class QuantizedLinear(torch.autograd.Function):
-    """y (*lead, N) of x (*lead, K) and w (N, K), or a packed weight. Shapes and errors: `linear.quantized_linear`."""
+    """y (*lead, N) of x (*lead, K) and w (N, K), or a packed weight. Shapes and errors: `quantized_linear`."""
 
     @staticmethod
     def forward(
@@ -103,11 +224,10 @@ class QuantizedLinear(torch.autograd.Function):
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
         y, saved = multiply(x, w, bias, given, needs)
-        keep(ctx, saved)
+        _save(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
-        ctx.parts, ctx.rank = given.parts, given.rank
+        ctx.parts, ctx.rank, ctx.delayed = given.parts, given.rank, given.delayed
         ctx.fixed = None if isinstance(w, GatheredWeight) else given.fixed
-        ctx.delayed = given.delayed
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
@@ -116,52 +236,52 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        recipe, needs, saved = recipe_of(ctx.recipe), ctx.needs, kept(ctx)
-        random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
+        recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, _saved(ctx)
+        x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
         x_as: Any = recipe.fprop_input
-        w_as = recipe.fprop_weight
-        x: Any = saved.x
-        w: Any = saved.w
-        x_held: Any = saved.x_held
-        w_held: Any = saved.w_held
+        random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
         grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
-        dx: Tensor | None = None
-        dw: Tensor | None = None
-        db = dx_scale = dw_scale = None
-        dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
-        along_n, along_m = recipe.weight_side.pair, recipe.input_side.pair
-        grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
-        w_kept: Any = _kept_weight(ctx, recipe, saved, grad.dtype) if dgrad else None
-        x_kept: Any = recipe.input_side.kept(x, x_held) if wgrad else None
-        reads_x = x_kept if along_m is not None or x_kept is None or x_kept.forward is not None else None
-        if w_kept is not None or reads_x is not None:
-            how = grad_MN, w_kept, along_n, reads_x, along_m, random, grad_held
-            if ctx.parts is None:
-                dx, dw = ops.gradients(*how)
+        dx = dw = db = dx_scale = dw_scale = None
+        of_w = of_x = None
+        if needs.x or needs.x_scale:
+            columns = w if ctx.w_columns else None if ctx.fixed is None else _fixed_columns(ctx, recipe, saved, grad)
+            if columns is None:
+                of_w = ops.Kept(w, recipe.dgrad, w_held, saved.measured)
             else:
-                dx, dw = gemms.of_parts(*how, ctx.parts.dgrad, ctx.parts.wgrad)
-        if wgrad and reads_x is None:
-            dw = grad_MN.t() @ x_kept.matrix  # no op: a compiler may know better
+                of_w = ops.Kept(columns, recipe.dgrad._replace(keeps="columns"))
+        if needs.w or needs.w_scale:
+            if isinstance(x, Tensor) and x.dim() != 2:
+                x = x.reshape(-1, x.shape[-1])
+            if recipe.wgrad.grad is None and recipe.wgrad.forward is None:
+                dw = grad_MN.t() @ x  # no op: a compiler may know better
+            else:
+                of_x = ops.Kept(x, recipe.wgrad, x_held)
+        if of_w is not None or of_x is not None:
+            grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
+            if ctx.parts is None:
+                made = ops.gradients(grad_MN, of_w, of_x, random, grad_held)
+            else:
+                made = gemms.of_parts(grad_MN, of_w, of_x, random, grad_held, ctx.parts.dgrad, ctx.parts.wgrad)
+            dx, dw = made.dx, dw if of_x is None else made.dw
 
-        if dgrad:
-            assert dx is not None
+        if dx is not None:
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_as.format.rowwise(x_held, len(x)))
-            dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
-
-        if wgrad:
-            assert dw is not None
+            if needs.x and (recipe.transform is not None or clipped is not None):
+                dx = pulled_back(dx, x_as, x_held, clipped)
+            dx = dx.reshape(ctx.x_shape) if needs.x else None
+        if dw is not None:
+            w_as = recipe.fprop_weight
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
-            if needs.w:
+            dw = dw.to(ctx.w_dtype) if needs.w else None
+            if dw is not None and (recipe.transform is not None or recipe.weight_clips):
                 clipped = ops.saturated(w, w_as, w_held) if recipe.weight_clips else None
-                dw = pulled_back(dw.to(ctx.w_dtype), w_as, w_held, clipped)
-            else:
-                dw = None
-
+                dw = pulled_back(dw, w_as, w_held, clipped)
         if needs.bias:
             db = ops.bgrad(grad_MN, ctx.bias_dtype)
         if ctx.random is not None:
@@ -175,76 +295,118 @@ def multiply(
     x: Tensor, w: Tensor | None, bias: Tensor | None, given: Given, needs: Needs = NO_GRADIENT
 ) -> tuple[Tensor, Saved]:
     """(y, the tensors that the gradients in `needs` read); without autograd."""
-    recipe = recipe_of(given.recipe)
-    x_as, w_as, contract = recipe.fprop_input, recipe.fprop_weight, recipe.contract
-    x_held, w_held = given.x_held, given.w_held
+    recipe = RECIPES[given.recipe]
+    x_as, w_as, contract, dgrad, wgrad = (
+        recipe.fprop_input,
+        recipe.fprop_weight,
+        recipe.contract,
+        recipe.dgrad,
+        recipe.wgrad,
+    )
+    x_held, w_held, fixed = given.x_held, given.w_held, given.fixed
     x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     x_rows = None if x_held is None or x_as is None else x_as.format.rowwise(x_held, x_MK.shape[0])
+    needs_dx, needs_dw = needs.x or needs.x_scale, needs.w or needs.w_scale
 
     # 1. The input's codes, and what the GEMM reads of it where both come of one pass; or all that is made of it.
-    dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     x_q: Tensor | Encoded = x
     values = columns = None
     if x_as is not None:
-        found = None if given.shared is None else given.shared.get()
+        rows, layer = given.rows, given.layer
+        found = None if rows is None or not rows.parts or layer in rows.layers else rows.take(layer)
         if found is not None:
             x_q = found
         else:
-            at_once = wgrad and _reads_input_once(x_MK, recipe, given)
-            made = _encoded(x_MK, x_as, x_rows, ops.reads(contract), recipe.input_side if at_once else None)
-            assert made.row is not None
-            x_q, values, columns = made.row.codes, made.row.values, None if made.col is None else made.col.codes
-            if given.shared is not None:
-                given.shared.put(x_q, alive=not recipe.input_side.keeps_rows)
+            reads, col, multiple = "", None, 1
+            if x_held is None and x.device.type in ONE_PASS:
+                reads = "" if recipe.reads == "codes" else recipe.reads
+                if needs_dw and recipe.reads_input_once and given.parts is None and not _has_columns(given):
+                    col, multiple = wgrad.other, wgrad.multiple
+            made = ops.encode(x_MK, x_as, col, x_rows, reads, multiple)
+            x_q, values, columns = made.row.encoded, made.row.values, made.col and made.col.encoded  # type: ignore
+            if rows is not None:
+                rows.leave(x_q, layer, wgrad.keeps in ("rows", "square"))
 
-    # 2. The product. W is encoded on the way where backward reads its codes, which come back then; and on a GPU, where
-    # the GEMM makes W's operand in the same pass. Elsewhere, or under held scales, W is encoded first.
-    keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
-    w_q = given.packed if w is None else w
-    assert w_q is not None
+    # 2. The product. W is encoded on the way, and its codes come back where backward reads them.
+    keeps_codes = dgrad.keeps != "values" or (
+        fixed is not None and dgrad.forward is not None and not recipe.weight_clips
+    )
+    keeps_w = needs_dx and w is not None and keeps_codes
+    w_q: Any = given.packed if w is None else w
     if isinstance(w, GatheredWeight):
         w_q = w.rows
-    elif w is not None and given.fixed is not None:
-        w_q = given.fixed.rows(functools.partial(codes, w, w_as, w_held))
-    elif w is not None and not keeps_w and (w_held is not None or not one_pass(w)):
-        w_q = codes(w, w_as, w_held)
+    elif w is not None and fixed is not None:
+        w_q = fixed.rows(functools.partial(ops.codes, w, w_as, w_held))
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
         strides = list(torch.empty_like(x, device="meta").stride())  # of an elementwise operation's result
-    how = bias, x_as, w_as, contract, lead, x.dtype, values, strides
-    y, made_w, measured = ops.matmul(x_q, w_q, *how, keeps_w, w_held if keeps_w else None)
-    w_q = w_q if made_w is None else made_w
+    how = x_as, w_as, contract, lead, x.dtype, values, strides
+    y, made_w, measured = ops.matmul(x_q, w_q, bias, *how, keeps_w, w_held)
     if not any(needs):
         return y, Saved()
 
     # 3. For backward. If W changes before it, autograd objects; so what was measured of it still holds there.
-    reads_w = dgrad or needs.w_scale or (needs.w and recipe.weight_clips)
-    clips = recipe.input_clips and needs.x and not needs.x_scale
-    side = recipe.input_side
-    encodes_x = wgrad and side.keeps == "values" and side.forward is not None
-    kept_w = w_q if keeps_w else given.packed if w is None else w
+    kept_w = w if w is not None and not keeps_w else w_q if made_w is None else made_w
     if isinstance(w, GatheredWeight):
         kept_w = w.columns or w.rows
-    saved = Saved(
-        x=x_MK if needs.x_scale else _kept_input(x, x_MK, x_q, columns, recipe, given) if wgrad else None,
-        w=kept_w if reads_w else None,
-        x_held=x_held if needs.x_scale or encodes_x else _transform_of(x_held) if needs.x and x_held else None,
-        w_held=w_held if reads_w else _transform_of(w_held) if needs.w and w_held else None,
-        measured=measured if dgrad else None,
-        clipped=ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
-        amax=torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
+    kept_x: Tensor | Encoded | None = None
+    if needs.x_scale:
+        kept_x = x_MK
+    elif needs_dw and wgrad.keeps == "columns":
+        kept_x = _columns_of(x_MK, x_q, columns, recipe, given)
+    elif needs_dw:
+        kept_x = x_q if wgrad.keeps != "values" else x if x_as is None else x_MK
+    reads_w = needs_dx or needs.w_scale or (needs.w and recipe.weight_clips)
+    holds_x = needs.x_scale or (needs_dw and wgrad.keeps == "values" and wgrad.forward is not None)
+    clips = recipe.input_clips and needs.x and not needs.x_scale
+    return y, Saved(
+        kept_x,
+        kept_w if reads_w else None,
+        x_held if x_held is None or holds_x else _transform_of(x_held) if needs.x else None,
+        w_held if w_held is None or reads_w else _transform_of(w_held) if needs.w else None,
+        measured if needs_dx else None,
+        ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
+        torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
     )
-    return y, saved
 
 
-def _kept_weight(ctx: Any, recipe: LinearRecipe, saved: Saved, dtype: torch.dtype) -> ops.Kept:
-    """What dgrad reads of the weight, or the column side that is there already."""
-    side, w = recipe.weight_side, saved.w
-    assert w is not None
-    columns: Any = w if ctx.w_columns else _fixed_columns(ctx.fixed, recipe, w, saved.w_held, dtype)
-    if columns is not None:
-        return side.kept(columns, None, keeps="columns")
-    return side.kept(w, saved.w_held, saved.measured)
+def _has_columns(given: Given) -> bool:
+    """Whether a layer before this one may have left a column side of the input."""
+    return given.columns is not None and bool(given.columns.parts) and given.layer not in given.columns.layers
+
+
+def _columns_of(
+    x_MK: Tensor, x_q: Tensor | Encoded, columns: Encoded | None, recipe: LinearRecipe, given: Given
+) -> Encoded:
+    """The column side of x that wgrad reads. x_q: the codes of forward. columns: the side, where it came with them."""
+    found = None if given.columns is None else given.columns.take(given.layer)
+    if found is not None:
+        return found
+    gemm = recipe.wgrad
+    if columns is None:
+        assert gemm.other is not None
+        if isinstance(x_q, Encoded) and gemm.forward is not None:
+            x_MK = ops.decode(x_q, gemm.forward, x_MK.dtype)
+        if given.parts is not None:
+            columns = gemms.columns(x_MK, gemm.other, gemm.multiple, given.parts.wgrad.b)
+        else:
+            made = ops.encode(x_MK, None, gemm.other, None, "", gemm.multiple).col
+            assert made is not None
+            columns = made.codes
+    if given.columns is not None:
+        given.columns.leave(columns, given.layer, True)
+    return columns
+
+
+def _fixed_columns(ctx: Any, recipe: LinearRecipe, saved: Any, grad: Tensor) -> Encoded | None:
+    """The column side of a fixed weight; None where it is drawn anew, or is in high precision."""
+    gemm = recipe.dgrad
+    if gemm.other is None or gemm.other.draws:
+        return None
+    made: Encoded = ctx.fixed.columns(
+        grad.dtype, functools.partial(ops.Kept(saved.w, gemm, saved.w_held).columns, grad.dtype)
+    )
+    return made
 
 
 def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: LinearRecipe) -> None:
@@ -257,66 +419,9 @@ def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: Linea
     state.factor.copy_(made.factor)
 
 
-def _fixed_columns(
-    fixed: FixedWeight | None, recipe: LinearRecipe, w: Any, held: Scales | None, dtype: torch.dtype
-) -> Encoded | None:
-    """The column side of a fixed weight; None where it is drawn anew, or is in high precision."""
-    side = recipe.weight_side
-    if fixed is None or side.pair is None or side.pair.b_as.draws:
-        return None
-    return fixed.columns(dtype, functools.partial(side.kept(w, held).columns, side.pair, dtype))
-
-
-def _reads_input_once(x_MK: Tensor, recipe: LinearRecipe, given: Given) -> bool:
-    """Whether x's codes along K, and its column side from the original, are made together, so that x is read once.
-    Where a layer before this one left a column side, it is not made again.
-    """
-    if not recipe.reads_input_once or given.x_held is not None or given.parts is not None or not one_pass(x_MK):
-        return False
-    return given.columns is None or not given.columns.known
-
-
-def _kept_input(
-    x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, columns: Encoded | None, recipe: LinearRecipe, given: Given
-) -> Tensor | Encoded:
-    """The form of x that wgrad reads. x_q: the codes of forward. columns: the column side, where they came with it."""
-    side = recipe.input_side
-    if side.keeps == "values":
-        return x if recipe.fprop_input is None else x_MK
-    if side.keeps != "columns":
-        return x_q
-    found = None if given.columns is None else given.columns.get()
-    if found is None:
-        found = side.columns(x_MK, x_q, given.parts) if columns is None else columns
-        if given.columns is not None:
-            given.columns.put(found)
-    return found
-
-
 def _transform_of(held: Scales) -> Scales | None:
     """The fitted transform alone, which pulls gradients back."""
     return None if held.transform is None else Scales(transform=held.transform)
-
-
-def one_pass(x_RK: Tensor) -> bool:
-    """Whether codes and the GEMM's operand are best made together: on a GPU, where each pass over memory costs."""
-    return x_RK.is_cuda
-
-
-def codes(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encoded:
-    """Encode x along K."""
-    made = ops.encode(x_RK, operand, None, held).row
-    assert made is not None
-    return made.codes
-
-
-def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str, col: Side | None) -> ops.Quantized:
-    """Encode x, and make what the GEMM reads where it comes of the same pass, and the column side that `col` keeps."""
-    if reads == "codes" or held is not None or not one_pass(x_MK):
-        return ops.encode(x_MK, operand, None, held)
-    if col is None:
-        return ops.encode(x_MK, operand, None, None, reads)
-    return ops.encode(x_MK, operand, col.backward, None, reads, col.multiple)
 
 
 def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, clipped: Tensor | None = None) -> Tensor:
@@ -329,28 +434,65 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
     return ops.pull_back(grad_RK, operand, None if held is None else held.transform, clipped)
 
 
-def refuse_transforms() -> None:
-    """Raise under a transform of torch.func, or a forward-mode derivative: they would differentiate or batch the
-    rounding itself.
+def _save(ctx: Any, saved: Saved) -> None:
+    """Hand `saved` to autograd, which knows a flat list of tensors."""
+    tensors: list[Tensor | None] = []
+    kinds, widths = list[type](), list[int | None]()
+    for value in saved:
+        kinds.append(type(value))
+        widths.append(value.k if type(value) is Encoded else None)
+        if type(value) is Encoded:
+            tensors += value[:4]
+        elif type(value) is Scales:
+            tensors += value
+        else:
+            tensors.append(value)  # type: ignore[arg-type]
+    ctx.kinds, ctx.widths = kinds, widths
+    ctx.save_for_backward(*tensors)
 
-    Raises:
-        ValueError: one is active.
-    """
-    if not torch.compiler.is_compiling() and (_are_functorch_transforms_active() or forward_ad._current_level >= 0):
-        raise ValueError(
-            "torch.func's transforms (grad, vmap, jvp, ...) and forward-mode derivatives do not go through a quantised layer: use backward() or "
-            "torch.autograd.grad, and a batch in the place of vmap; or apply them to the float model"
-        )
+
+def _saved(ctx: Any) -> Any:
+    """The `Saved` that `_save` was given."""
+    tensors, values = iter(ctx.saved_tensors), list[Any]()
+    for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
+        if kind is Encoded:
+            values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), k))
+        elif kind is Scales:
+            values.append(Scales(next(tensors), next(tensors), next(tensors), next(tensors)))
+        else:
+            values.append(next(tensors))
+    return Saved(*values)
 
 
-def refuse_second_derivative() -> None:
-    """Refuse a backward that is differentiated itself (create_graph=True): rounding has no second derivative.
+@torch.compiler.disable  # backward communicates too, where a compiler would trace it
+def _sharded(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: LinearRecipe,
+    sides: tuple[sharding.HeldOperand, sharding.HeldOperand],
+    random: Tensor | None,
+    rank: int,
+) -> Tensor:
+    """A layer whose weight is a DTensor, and whose backward is quantised."""
+    if recipe.history:
+        raise ValueError("delayed scaling is not supported under tensor parallelism: use dynamic scales (fp8-hybrid)")
+    if isinstance(random, DTensor):  # parallelize_module makes one of every buffer; the local tensor is the same memory
+        random = random.to_local()
+    on_shard = functools.partial(_on_shard, recipe, random=random, rank=rank)
+    return sharding.linear(on_shard, x, w, bias, *sides, recipe)
 
-    Raises:
-        ValueError: autograd records this backward.
-    """
-    if torch.is_grad_enabled():
-        raise ValueError(
-            "a prepared layer cannot be differentiated twice (create_graph=True): take second derivatives of the float model, or switch fake "
-            "quantisation off for them with aoquant.set_fake_quant(model, False)"
-        )
+
+def _on_shard(
+    recipe: LinearRecipe,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    x_scales: Scales | None,
+    w_scales: Scales | None,
+    parts: Shards | None,
+    random: Tensor | None = None,
+    rank: int = 0,
+) -> Tensor:
+    """One rank's part of a layer whose weight is a DTensor."""
+    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts=parts, rank=rank)

@@ -26,8 +26,16 @@ from torch import Tensor, nn
 
 from aoquant import ops
 from aoquant.formats import Encoded, Float8, Operand, Scales
-from aoquant.layers.function import pulled_back, refuse_second_derivative, refuse_transforms
-from aoquant.layers.linear import cast, check_device, check_dtype, check_width, compute_dtype, quantized_linear
+from aoquant.layers.checks import (
+    cast,
+    check_device,
+    check_dtype,
+    check_width,
+    compute_dtype,
+    refuse_second_derivative,
+    refuse_transforms,
+)
+from aoquant.layers.function import pulled_back, quantized_linear
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.ops import grouped, stacks
 

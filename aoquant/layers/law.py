@@ -17,15 +17,36 @@ TransformerEngine and torchao do in backward. Every other pair is emulated exact
 
 `why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
 sides.
+
+`dgrad` and `wgrad` say what each GEMM reads, and so what forward keeps (`ops.BackwardGemm`). With save="row" that is
+the codes of the input, as fprop made them, and the weight itself. With save="col" an input costs what its column side
+costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns. save="hp" keeps values
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from aoquant.formats import MX, NVFP4, Float8, Format, FourOverSix, GridFlip, MXFP4Dialect, NVFP4Dialect, Operand
+import torch
+
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Float8,
+    Format,
+    FourOverSix,
+    GridFlip,
+    HighPrecision,
+    MXFP4Dialect,
+    NVFP4Dialect,
+    Operand,
+)
+from aoquant.formats.operand import DELAYED
+from aoquant.ops import BackwardGemm
 
 SOURCES = ("original", "forward")
+SAVES = ("row", "col", "hp")
 OTHER = {"dgrad": "weight", "wgrad": "input"}  # the operand that is no gradient
 FAMILIES = "FP8 per tensor, FP8 in blocks of 128, MXFP8, MXFP4, NVFP4"
 
@@ -101,3 +122,52 @@ def _of(f: Format) -> Hashable:
     if isinstance(f, NVFP4 | NVFP4Dialect) or (isinstance(f, FourOverSix) and not isinstance(f, GridFlip)):
         return "NVFP4"
     return f
+
+
+def dgrad(
+    save: str, source: str, forward: Operand, grad: Operand | None, weight: Operand | None, reads_values: bool
+) -> BackwardGemm:
+    """What dgrad reads, and so what forward keeps of the weight. reads_values: backward reads the weight anyway."""
+    same = _same_codes(forward, weight)
+    original = source == "original" or same or isinstance(forward.format, HighPrecision)
+    gemm = grad, weight, contract(grad, weight)
+    if save == "col" and not reads_values:
+        if same:
+            return BackwardGemm(*gemm, None, "square")
+        if not original:
+            return BackwardGemm(*gemm, forward, "rows")
+    return BackwardGemm(*gemm, None if original and save != "row" else forward, "values")
+
+
+def wgrad(save: str, source: str, forward: Operand | None, grad: Operand | None, x: Operand | None) -> BackwardGemm:
+    """What wgrad reads, and so what forward keeps of the input."""
+    gemm = grad, x, contract(grad, x)
+    if save == "row":
+        return BackwardGemm(*gemm, forward, "rows")
+    same = _same_codes(forward, x)
+    if source == "original" or same or forward is None or isinstance(forward.format, HighPrecision):
+        if save == "hp" or x is None or x.draws:
+            return BackwardGemm(*gemm, None, "values")
+        return BackwardGemm(*gemm, None, "square" if same else "columns")
+    if save == "hp":
+        return BackwardGemm(*gemm, forward, "values")
+    smaller = x is not None and not x.draws and _bits(x) < _bits(forward)
+    return BackwardGemm(*gemm, forward, "columns" if smaller else "rows")
+
+
+def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
+    """Whether the column side has the transposed codes of the row side."""
+    if (
+        forward is None
+        or backward is None
+        or forward.transform is not None
+        or forward.scales not in ("dynamic", DELAYED)
+    ):
+        return False
+    return forward.format.square and forward.name == backward.name
+
+
+def _bits(operand: Operand) -> float:
+    """Stored bits of a value, in a matrix of many blocks."""
+    e = operand.planned(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+    return 8 * sum(t.numel() * t.element_size() for t in e.tensors if t is not None) / 512**2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.formats import Encoded
-from aoquant.layers.fixed import Seen
+from aoquant.layers.cache import Seen
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel.fsdp import swap_class
@@ -115,7 +115,8 @@ class MasteredLinear(QATLinear):
     def matrix(self) -> Tensor:
         return self.codes.weight if self.fake_quant else self.codes.values.to(self.codes.weight.dtype)
 
-    def master(self) -> Tensor:
+    @property
+    def master(self) -> Tensor:  # type: ignore[override]
         """The master as (N, K), and its codes brought up to date.
 
         Raises:
@@ -131,7 +132,7 @@ class MasteredLinear(QATLinear):
 
     @torch.no_grad()
     def encode_weight(self) -> Encoded:
-        self.master()
+        _ = self.master
         return self.codes.weight.rows
 
     def __setattr__(self, name: str, value: Any) -> None:

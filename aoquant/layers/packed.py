@@ -26,7 +26,6 @@ from aoquant.layers import siblings
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
-from aoquant.layers.shared_operands import Parent
 from aoquant.ops import flops, linear_plan, router
 from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
@@ -34,7 +33,6 @@ from aoquant.tensor import PackedTensor
 
 _PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
 _OF = "_parts_of"  # the weight's `bound`, or None
-_PARENT = "_parent"  # a `Parent`, which copies of a model keep apart
 _NAMES = (*_PARTS, "_recipe_key", "_one_call", "_dtype", _OF)
 
 
@@ -157,20 +155,6 @@ def described(layer: str, weight: Tensor) -> str:
     return f"{layer}, weight={kind}"
 
 
-def name_parents(model: nn.Module) -> None:
-    """Give the packed layers that are attributes of one module one `Parent` (shared_operands.py), an adapter's in the
-    place of the adapter. A container's get none: its layers may be blocks, or heads of which one runs.
-    """
-    found: dict[str, Parent] = {}
-    for fqn, layer in model.named_modules():
-        if not isinstance(layer, PackedLinear) or not fqn:
-            continue
-        parent = fqn.removesuffix(".base_layer").rpartition(".")[0]
-        if not isinstance(model.get_submodule(parent), (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            vars(layer)[_PARENT] = found.setdefault(parent, Parent())
-            _remember(layer)
-
-
 def _remember(module: nn.Module) -> None:
     """Views of the weight's parts, made anew; none of a float weight."""
     _forget(module)
@@ -180,7 +164,6 @@ def _remember(module: nn.Module) -> None:
         return
     bound = attributes[_OF] = weight.bound
     bound.readers.add(module)
-    bound.parent = attributes.get(_PARENT)
     parts = (weight.qdata, weight.scale, weight.zero_point, weight.per_tensor_scale, weight.act_pre_scale)
     for name, part in zip(_PARTS, parts, strict=True):
         attributes[name] = None if part is None else _static(part)

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from aoquant.formats import Encoded
+from aoquant.layers.checks import compute_dtype
+from aoquant.layers.function import quantized_linear
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.linear import compute_dtype, quantized_linear
 from aoquant.layers.packed_moves import cut_columns, cut_rows
 from aoquant.tensor import PackedTensor
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,14 @@ from aoquant.formats.delayed import Delayed, fresh, resized
 from aoquant.formats.operand import SCALES
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
-from aoquant.layers.linear import NOT_CALIBRATED, quantized_linear
+from aoquant.layers.cache import FixedWeight
+from aoquant.layers.checks import NOT_CALIBRATED
+from aoquant.layers.function import quantized_linear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import flops
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
 from aoquant.parallel.gathered import PACKED, GatheredWeight
-
-if TYPE_CHECKING:
-    from aoquant.layers.fixed import FixedWeight  # which imports this module
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
 NO_HISTORY = (
@@ -81,6 +80,7 @@ class QATLayer(PreparedModule):
     plain: ClassVar[type[nn.Module]]
     prepared: Prepared
     weight: Tensor
+    master: Tensor | None = None  # takes the weight's gradient, (N, K), where the weight is codes alone
 
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
@@ -102,10 +102,6 @@ class QATLayer(PreparedModule):
     def matrix(self) -> Tensor:
         """The weight as (N, K), which is what is encoded."""
         return self.weight
-
-    def master(self) -> Tensor | None:
-        """The (N, K) tensor that takes the weight's gradient where the weight is codes alone."""
-        return None
 
     def held_scales(self, side: str) -> Scales | None:
         """Static or learned scales (2-D) and the fitted transform of side "input" or "weight"; None without either."""
@@ -252,16 +248,16 @@ class QATLinear(QATLayer, nn.Linear):
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
-            master = self.master()
             fixed = None if torch.compiler.is_compiling() or self.fixed is None else self.fixed.of_this_call
             if fixed is not None and not torch.is_grad_enabled() and (y := fixed.product(input)) is not None:
                 return y
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            rank = 0 if random is None else ranks.of(self)
+            delayed, rank = self.delayed if recipe.history else None, 0 if random is None else ranks.of(self)
+            master = self.master
             return quantized_linear(
-                input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank, master=master
+                input, self.matrix(), self.bias, recipe, *scales, random, fixed, delayed, None, rank, master
             )
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aoquant.formats import Scales
+from aoquant.layers.checks import autocasts, check_dtype, compute_dtype
+from aoquant.layers.function import quantized_linear
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.linear import autocasts, check_dtype, compute_dtype, quantized_linear
 from aoquant.layers.recipe import LinearRecipe
 
 

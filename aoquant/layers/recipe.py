@@ -7,7 +7,7 @@
 None is high precision. Backward starts from the values that fprop used ("forward"), so it differentiates the function
 that forward computed, and rounding itself passes the gradient straight through; or from the high-precision tensors
 ("original"), so that nothing is rounded twice. A backward GEMM without operands multiplies these values as they are;
-`law.py` says which two operands it may have, `sides.py` what forward keeps for it.
+`law.py` says which two operands it may have, and what forward keeps for it.
 
 Scales are dynamic (found on what is encoded, each time), static (held by the layer, see held.py) or learned (held, and
 trained: LSQ). A transform stands before the rounding of both operands of fprop.
@@ -26,12 +26,11 @@ from aoquant import ops
 from aoquant.formats import Format, HighPrecision, Operand, TEFloat8, as_operand, delayed
 from aoquant.formats.operand import DELAYED, SCALES
 from aoquant.layers import law
-from aoquant.layers.sides import SAVES, Side
 from aoquant.transforms import RoundedHadamard, Transform
 
 STRAIGHT_THROUGH = ("identity", "clipped")
 BACKWARD = ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input")
-_RECIPES: dict[str, LinearRecipe] = {}
+RECIPES: dict[str, LinearRecipe] = {}  # by key
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,9 @@ class LinearRecipe:
     # Attributes, since a forward reads them: Dynamo guards on whatever it reads, and a property reads more.
     key: str = field(init=False, repr=False, compare=False)
     holds: bool = field(init=False, repr=False, compare=False)
-    input_side: Side = field(init=False, repr=False, compare=False)
-    weight_side: Side = field(init=False, repr=False, compare=False)
+    reads: str = field(init=False, repr=False, compare=False)
+    dgrad: ops.BackwardGemm = field(init=False, repr=False, compare=False)
+    wgrad: ops.BackwardGemm = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -131,14 +131,15 @@ class LinearRecipe:
         if reason := self._why_not():
             raise ValueError(reason)
         object.__setattr__(self, "holds", self.fitted or (input_scales, weight_scales) != ("dynamic", "dynamic"))
-        side = Side.of_input(save, input_source, self.fprop_input, self.wgrad_grad_output, self.wgrad_input)
-        object.__setattr__(self, "input_side", side)
-        side = Side.of_weight(
+        object.__setattr__(self, "reads", ops.reads(contract))
+        gemm = law.dgrad(
             save, weight_source, self.fprop_weight, self.dgrad_grad_output, self.dgrad_weight, self.weight_clips
         )
-        object.__setattr__(self, "weight_side", side)
+        object.__setattr__(self, "dgrad", gemm)
+        gemm = law.wgrad(save, input_source, self.fprop_input, self.wgrad_grad_output, self.wgrad_input)
+        object.__setattr__(self, "wgrad", gemm)
         object.__setattr__(self, "key", f"{self}, {straight_through}, ops {ops.schemas()}")
-        _RECIPES[self.key] = self
+        RECIPES[self.key] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, or copied: made anew, so that its key leads back to it in this process."""
@@ -162,8 +163,8 @@ class LinearRecipe:
     def _why_not_sources(self) -> str | None:
         """Why backward cannot start from what it should, or forward keep what it should; None when they can."""
         sources = self.weight_source, self.input_source
-        if self.save not in SAVES or not set(sources) <= set(law.SOURCES):
-            return f"sources are {' or '.join(law.SOURCES)} and save is one of {', '.join(SAVES)}, got {sources} and {self.save!r}"
+        if self.save not in law.SAVES or not set(sources) <= set(law.SOURCES):
+            return f"sources are {' or '.join(law.SOURCES)} and save is one of {', '.join(law.SAVES)}, got {sources} and {self.save!r}"
         if self.save == "row":
             return None if "original" not in sources else 'backward from the original needs save="col" or "hp"'
         if self.transform is not None or "learned" in (self.input_scales, self.weight_scales):
@@ -265,9 +266,8 @@ class LinearRecipe:
         """Whether forward can encode both sides of the input together: both of the original, the first as a GEMM of
         operands reads it.
         """
-        side = self.input_side
-        original = side.keeps == "columns" and side.forward is None
-        return self.fprop_input is not None and original and ops.reads(self.contract) == "operand"
+        original = self.wgrad.keeps == "columns" and self.wgrad.forward is None
+        return self.fprop_input is not None and original and self.reads == "operand"
 
     @property
     def input_name(self) -> str:
@@ -293,7 +293,7 @@ class LinearRecipe:
 
 def recipe_of(key: str) -> LinearRecipe:
     """The recipe with this `key`."""
-    return _RECIPES[key]
+    return RECIPES[key]
 
 
 def _names(first: Operand | None, second: Operand | None) -> str:

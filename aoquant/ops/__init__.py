@@ -19,13 +19,13 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
-from .backward import Gradients, Kept, Pair, contraction, gradients
+from .backward import BackwardGemm, Gradients, Kept, contraction, gradients
 from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
 from .delayed import absmax, advance
-from .encoding import decode, encode, pull_back, saturated, scale_grad
+from .encoding import codes, decode, encode, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
 from .grouped_bias import grouped_bgrad, grouped_bias
@@ -37,11 +37,11 @@ from .router import Backend, CodecRequest, Request, backend, backend_names, code
 __all__ = [
     "CONTRACTS",
     "Backend",
+    "BackwardGemm",
     "Call",
     "CodecRequest",
     "Gradients",
     "Kept",
-    "Pair",
     "Quantized",
     "Request",
     "Side",
@@ -52,6 +52,7 @@ __all__ = [
     "bgrad",
     "code_readers",
     "codec",
+    "codes",
     "contraction",
     "decode",
     "embedding",

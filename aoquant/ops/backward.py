@@ -27,7 +27,7 @@ from aoquant.formats import Encoded, Operand, Random, Randomized, Scales
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT, Place
 
 from . import codec
-from .call import Call, scale_dtype
+from .call import Call
 from .define import op
 from .encoding import padded
 from .quantized import CODES, Ask, Quantized, Side
@@ -62,18 +62,32 @@ def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
     return lcm(a_as.period, b_as.period, 1 if contract == "aoquant" else 16)
 
 
-class _Pair(NamedTuple):
-    a_as: Operand
-    b_as: Operand
+class _Gemm(NamedTuple):
+    grad: Operand | None = None
+    other: Operand | None = None
     contract: str = "aoquant"
+    forward: Operand | None = None
+    keeps: str = "rows"
 
 
-class Pair(_Pair):
-    """A backward GEMM of a (R, C), which is dy, and b (S, C): how both are made."""
+class BackwardGemm(_Gemm):
+    """A GEMM of backward: dy (R, C) times what forward kept of W or of x, (S, C).
+
+    grad, other: the operands that both are made to; None: high precision.
+    forward: the other one's operand in forward, whose values are read; None: those of what was kept, as they are.
+    keeps: what forward keeps of it:
+
+        "rows"      the codes that fprop multiplied       their values are encoded again along the other axis
+        "square"    the same                              transposed: of square tiles, or under one scale for all
+        "columns"   codes along the other axis            they are read as they are
+        "values"    the high-precision tensor             it is encoded, or its values in forward are
+    """
 
     @cached_property
     def multiple(self) -> int:
-        return contraction(*self)
+        """The contracted axis is padded to a multiple of it."""
+        assert self.grad is not None and self.other is not None
+        return contraction(self.grad, self.other, self.contract)
 
     def padded(self, c: int) -> int:
         """The length of the contracted axis, with zeros."""
@@ -86,68 +100,73 @@ class Pair(_Pair):
         rows, c = a_RC.shape
         if self.contract != "aoquant" or not a_RC.is_cuda or not rows or not c or not columns:
             return None
-        formats, sizes = (self.a_as.format, self.b_as.format), (rows, columns, self.padded(c))
-        request = self.contract, *formats, a_RC.device, a_RC.dtype, *sizes, scale_dtype(self.b_as, b)
+        assert self.grad is not None and self.other is not None
+        formats, sizes = (self.grad.format, self.other.format), (rows, columns, self.padded(c))
+        request = self.contract, *formats, a_RC.device, a_RC.dtype, *sizes, self.other.scale_dtype(b)
         return routed(Request, *request).multiply
 
 
 class Kept(NamedTuple):
     """The operand of a backward GEMM that is no gradient, W of dgrad or x of wgrad, as forward kept it.
 
-    matrix: (R, K), encoded along K, or values; or encoded along R, (K, R padded), where it keeps "columns".
-    forward: its operand in forward, whose values backward reads; None: values are read as they are. held: scales and
-        the transform that the layer holds for it. measured: what forward measured of W.
-    keeps: as `layers/sides.py` says; what matters here is "square", codes that are transposed, and "columns".
+    matrix: (R, K), encoded along K, or values; or encoded along R, (K, R padded), where `gemm` keeps "columns".
+    held: scales and the transform that the layer holds for it. measured: what forward measured of W.
     """
 
     matrix: Tensor | Encoded
-    forward: Operand | None = None
+    gemm: BackwardGemm
     held: Scales | None = None
     measured: Tensor | None = None
-    keeps: str = "rows"
 
     @property
     def k(self) -> int:
         """K of the layer."""
         if isinstance(self.matrix, Tensor):
             return self.matrix.shape[1]
-        return self.matrix.codes.shape[0] if self.keeps == "columns" else self.matrix.k
+        return self.matrix.codes.shape[0] if self.gemm.keeps == "columns" else self.matrix.k
 
     @property
     def has_columns(self) -> bool:
         """Return whether its codes are those of the column side, or the same transposed."""
-        return isinstance(self.matrix, Encoded) and self.keeps in ("square", "columns")
+        return isinstance(self.matrix, Encoded) and self.gemm.keeps in ("square", "columns")
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """(R, K): those of forward in `dtype`, or the matrix itself."""
-        if self.forward is None:
-            assert isinstance(self.matrix, Tensor)
-            return self.matrix
-        if isinstance(self.matrix, Tensor) and self.held is None:
+        matrix, forward = self.matrix, self.gemm.forward
+        if forward is None:
+            assert isinstance(matrix, Tensor)
+            return matrix
+        if isinstance(matrix, Tensor) and self.held is None:
             asked = Ask(False, dtype, operand=False, measured=self.measured)
-            return codec.quantize(self.forward, self.matrix, asked).matrix
-        e = self.matrix if isinstance(self.matrix, Encoded) else codec.encode(self.forward, self.matrix, self.held)
-        return codec.decode(self.forward.format, e, dtype)
+            made = codec.quantize(forward, matrix, asked).values
+            assert made is not None
+            return made
+        e = matrix if isinstance(matrix, Encoded) else codec.encode(forward, matrix, self.held)
+        return codec.decode(forward.format, e, dtype)
 
-    def columns(self, pair: Pair, dtype: torch.dtype) -> Encoded:
+    def columns(self, dtype: torch.dtype) -> Encoded:
         """Codes (K, R padded) along R."""
+        gemm = self.gemm
+        assert gemm.other is not None
         if not self.has_columns:
-            return columns(self.values(dtype), pair.b_as, pair.multiple)
+            return columns(self.values(dtype), gemm.other, gemm.multiple)
         assert isinstance(self.matrix, Encoded)
-        if self.keeps == "columns":
+        if gemm.keeps == "columns":
             return self.matrix
-        return codec.transposed(pair.b_as, self.matrix, pair.padded(self.matrix.codes.shape[0]))
+        return codec.transposed(gemm.other, self.matrix, gemm.padded(self.matrix.codes.shape[0]))
 
-    def operand(self, pair: Pair, padded: int, dtype: torch.dtype, state: Tensor | None, side: int) -> Side:
+    def operand(self, padded: int, dtype: torch.dtype, state: Tensor | None, side: int) -> Side:
         """Make what a GEMM multiplies in `dtype`, (K, R padded), without codes."""
+        gemm = self.gemm
+        assert gemm.other is not None
         if not self.has_columns:
-            return _operand(self.values(dtype).t(), pair.b_as, padded, dtype, state, side)
+            return _operand(self.values(dtype).t(), gemm.other, padded, dtype, state, side)
         assert isinstance(self.matrix, Encoded)
-        values = codec.decode(pair.b_as.format, self.matrix, dtype, operand=True)
-        if self.keeps == "square":
+        values = codec.decode(gemm.other.format, self.matrix, dtype, operand=True)
+        if gemm.keeps == "square":
             missing = padded - values.shape[0]
             values = (pad(values, (0, 0, 0, missing)) if missing else values).t()
-        return Side(None, values, pair.b_as.format.alpha(self.matrix))
+        return Side(None, values, gemm.other.format.alpha(self.matrix))
 
 
 class Gradients(NamedTuple):
@@ -168,27 +187,22 @@ def _shapes(a: Any) -> Gradients:
 def gradients(
     grad_MN: Tensor,
     w: Kept | None,
-    dgrad: Pair | None,
     x: Kept | None,
-    wgrad: Pair | None,
     random: Tensor | None = None,
     grad_held: Scales | None = None,
 ) -> Gradients:
     """dx (M, K) = dy W^, of w, and dW (N, K) = dy^T x^, of x, in dy's dtype: with one encoding of dy where both read
     the same codes, and one pass over it where both multiply operands.
 
-    dgrad, wgrad: how the two operands are quantised, along N and along M; None: neither. random: the state of their
-    random numbers, if they draw. grad_held: dy's scales, where they are delayed.
+    random: the state of the operands' random numbers, if they draw. grad_held: dy's scales, where they are delayed.
     """
-    return of_parts(grad_MN, w, dgrad, x, wgrad, random, grad_held)
+    return of_parts(grad_MN, w, x, random, grad_held)
 
 
 def of_parts(
     grad_MN: Tensor,
     w: Kept | None,
-    dgrad: Pair | None,
     x: Kept | None,
-    wgrad: Pair | None,
     random: Tensor | None = None,
     grad_held: Scales | None = None,
     of_dgrad: Parts | None = None,
@@ -198,48 +212,51 @@ def of_parts(
     No op: the ranks communicate.
     """
     dy = Quantized(None, None)
+    dgrad = None if w is None or w.gemm.grad is None else w.gemm
+    wgrad = None if x is None or x.gemm.grad is None else x.gemm
     if grad_held is not None:
-        pair = dgrad or wgrad
-        assert pair is not None
-        row = codec.encode(pair.a_as, grad_MN, grad_held)
-        col = None if wgrad is None else Side(codec.transposed(pair.a_as, row, wgrad.padded(grad_MN.shape[0])))
+        grad_as = (dgrad or wgrad).grad  # type: ignore[union-attr]
+        assert grad_as is not None
+        row = codec.encode(grad_as, grad_MN, grad_held)
+        col = None if wgrad is None else Side(codec.transposed(grad_as, row, wgrad.padded(grad_MN.shape[0])))
         dy = Quantized(Side(row), col)
-    elif w is not None and x is not None and dgrad is not None and wgrad is not None and of_dgrad is None:
-        dy = _both_sides(grad_MN, w, dgrad, x, wgrad, random)
+    elif dgrad is not None and wgrad is not None and of_dgrad is None:
+        dy = _both_sides(grad_MN, w, x, random)  # type: ignore[arg-type]
     dx = dw = None
     if w is not None:
         if dgrad is None:
             dx = grad_MN @ w.values(grad_MN.dtype).to(grad_MN.dtype)
         else:
-            dx = product(grad_MN, w, dgrad, random, DGRAD_GRAD_OUTPUT, of_dgrad, dy.row)
+            dx = product(grad_MN, w, random, DGRAD_GRAD_OUTPUT, of_dgrad, dy.row)
     dy = dy._replace(row=None)
     if x is not None:
         if wgrad is None:
             dw = grad_MN.t() @ x.values(grad_MN.dtype).to(grad_MN.dtype)
         else:
-            dw = product(grad_MN.t(), x, wgrad, random, WGRAD_GRAD_OUTPUT, of_wgrad, dy.col)
+            dw = product(grad_MN.t(), x, random, WGRAD_GRAD_OUTPUT, of_wgrad, dy.col)
     return Gradients(dx, dw)
 
 
-def _both_sides(grad_MN: Tensor, w: Kept, dgrad: Pair, x: Kept, wgrad: Pair, state: Tensor | None) -> Quantized:
+def _both_sides(grad_MN: Tensor, w: Kept, x: Kept, state: Tensor | None) -> Quantized:
     """dy for both GEMMs: codes that both read, or operands of one pass; neither where each has its own codes."""
-    (m, n), a_as = grad_MN.shape, dgrad.a_as
+    (m, n), dgrad, wgrad = grad_MN.shape, w.gemm, x.gemm
+    row, col = dgrad.grad, wgrad.grad
+    assert row is not None and col is not None
     lengths = codec.Lengths(wgrad.padded(m), dgrad.padded(n))
-    if codec.shares_codes(a_as, wgrad.a_as) and n == lengths.k and m:
-        return codec.sides(grad_MN, a_as, wgrad.a_as, lengths, CODES, CODES)
+    if codec.shares_codes(row, col) and n == lengths.k and m:
+        return codec.sides(grad_MN, row, col, lengths, CODES, CODES)
     if dgrad.multiplier(grad_MN, grad_MN, w.k) is None or wgrad.multiplier(grad_MN.t(), grad_MN, x.k) is None:
         return Quantized(None, None)
     asked = (
         Ask(False, grad_MN.dtype, random=_random(o, state, side))
-        for o, side in ((a_as, DGRAD_GRAD_OUTPUT), (wgrad.a_as, WGRAD_GRAD_OUTPUT))
+        for o, side in ((row, DGRAD_GRAD_OUTPUT), (col, WGRAD_GRAD_OUTPUT))
     )
-    return codec.sides(grad_MN, a_as, wgrad.a_as, lengths, *asked)
+    return codec.sides(grad_MN, row, col, lengths, *asked)
 
 
 def product(
     a_RC: Tensor,
     b: Kept,
-    pair: Pair,
     state: Tensor | None,
     side: int,
     parts: Parts | None = None,
@@ -250,27 +267,28 @@ def product(
     state: of the random numbers, where an operand draws; side: of a, b's is the next. parts: of which a and b are this
     rank's. made: a as it was encoded together with another side.
     """
-    rows, dtype, (a_as, b_as, contract) = a_RC.shape[0], a_RC.dtype, pair
+    rows, dtype, gemm, (a_as, b_as, contract, *_) = a_RC.shape[0], a_RC.dtype, b.gemm, b.gemm
+    assert a_as is not None and b_as is not None
     if made is not None and made.encoded is not None:
-        return of_codes(made.encoded, b.columns(pair, dtype), pair, dtype)
-    if parts is None and (multiply := pair.multiplier(a_RC, b.matrix, b.k)) is not None:
-        padded = pair.padded(a_RC.shape[1])
+        return of_codes(made.encoded, b.columns(dtype), gemm, dtype)
+    if parts is None and (multiply := gemm.multiplier(a_RC, b.matrix, b.k)) is not None:
+        padded = gemm.padded(a_RC.shape[1])
         a = made or _operand(a_RC, a_as, padded, dtype, state, side)
-        other = b.operand(pair, padded, dtype, state, side + 1)
+        other = b.operand(padded, dtype, state, side + 1)
         return multiply(a.matrix, a.alpha, other.matrix, other.alpha)
     part_a, part_b = parts or (None, None)
     # the ranks measure together, so before one leaves that has nothing
-    a_from = _Source.of(a_RC, a_as, pair.multiple, state, side, part_a)
+    a_from = _Source.of(a_RC, a_as, gemm.multiple, state, side, part_a)
     b_from = None
     if not b.has_columns:
-        b_from = _Source.of(b.values(dtype).t(), b_as, pair.multiple, state, side + 1, part_b)
+        b_from = _Source.of(b.values(dtype).t(), b_as, gemm.multiple, state, side + 1, part_b)
     if not a_RC.numel() or not b.k:
         return a_RC.new_zeros(rows, b.k)
     if contract != "aoquant":  # codes are what its kernel reads
-        return of_codes(a_from.codes(), b.columns(pair, dtype) if b_from is None else b_from.codes(), pair, dtype)
+        return of_codes(a_from.codes(), b.columns(dtype) if b_from is None else b_from.codes(), gemm, dtype)
     of_a = a_from.encoded(dtype)
     if b_from is None:
-        e = b.columns(pair, dtype)
+        e = b.columns(dtype)
         of_b = Side(e, codec.decode(b_as.format, e, dtype, operand=True), b_as.format.alpha(e))
     else:
         of_b = b_from.encoded(dtype)
@@ -296,14 +314,15 @@ def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
     return Random(state, side, None)
 
 
-def of_codes(a: Encoded, b: Encoded, pair: Pair, dtype: torch.dtype) -> Tensor:
+def of_codes(a: Encoded, b: Encoded, gemm: BackwardGemm, dtype: torch.dtype) -> Tensor:
     """(R, S) = a b^T in `dtype`, both encoded along C. a of one byte a code may lack b's padding."""
     rows, missing = a.codes.shape[0], b.codes.shape[1] - a.codes.shape[1]
     if missing > 0:
         a = a._replace(codes=pad(a.codes.view(torch.uint8), (0, missing)).view(a.codes.dtype), k=b.k)
     if not a.codes.numel() or not b.codes.numel():
         return a.codes.new_zeros(rows, b.codes.shape[0], dtype=dtype)
-    return Call(pair.contract, a, pair.a_as, b, pair.b_as, None, [rows], dtype).run()
+    assert gemm.other is not None
+    return Call(gemm.contract, a, gemm.grad, b, gemm.other, None, [rows], dtype).run()
 
 
 def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:

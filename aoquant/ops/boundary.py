@@ -3,10 +3,10 @@
 Callers and bodies of ops speak of operands, encoded matrices and scales, with None for what is missing. An argument has
 one part or more:
 
-    Operand                   its name; "" for None
+    Operand                   its name
     Encoded, Tensor | Encoded codes (or the tensor), scale, zero, outer, and K, which is None for a plain tensor
     Scales | None             scale, zero, outer, transform
-    another NamedTuple        its fields, each as above; None for it is None for its first field
+    another NamedTuple        its fields, each as above; None for it is None for each of them
 
 The dispatcher takes the host's time for each argument, also for one that is None, and a backward has forty parts. So
 three arguments cross: the tensors that are there, the integers, which may be symbolic, and one string with a word for
@@ -160,8 +160,8 @@ _SCALES = ArgumentType(
 )
 _OPERAND = ArgumentType(
     lambda n: [f"str {n}"],
-    lambda value: (value.name if value is not None else "",),
-    lambda parts: _of(lambda name: get_operand(name) if name else None, parts),
+    lambda value: (None if value is None else value.name,),
+    lambda parts: _of(lambda name: None if name is None else get_operand(name), parts),
 )
 _TYPES: dict[Any, ArgumentType] = {
     Tensor: _simple("Tensor"),
@@ -176,7 +176,7 @@ _TYPES: dict[Any, ArgumentType] = {
     torch.dtype: _simple("ScalarType"),
     int: _simple("SymInt"),
     bool: _simple("bool"),
-    str: _simple("str")._replace(flat=lambda value: (value or "",)),  # None: of a NamedTuple that is missing
+    str: _simple("str"),
 }
 
 
@@ -198,7 +198,7 @@ def _fields(hint: Any) -> ArgumentType:
 
     def made(parts: Sequence[_Part]) -> _Part:
         fields = _each(types.values(), iter(parts))
-        return fields[0] if fields[0].missing else _of(named, fields)
+        return _Part(None) if all(field.missing for field in fields) else _of(named, fields)
 
     return ArgumentType(
         lambda n: [f for name, t in types.items() for f in t.parts(f"{n}_{name}")],

@@ -7,7 +7,7 @@ an operand in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,16 +22,6 @@ from .quantized import Ask
 from .router import Request, routed
 
 
-def scale_dtype(operand: Operand, weight: Tensor | Encoded) -> torch.dtype | None:
-    """dtype of a weight's scales, where it follows the dtype of the weight (int4); None for other formats.
-
-    weight: as it is stored, or what `operand` will encode; behind a transform that is float32.
-    """
-    if isinstance(weight, Encoded):
-        return None if weight.scale is None else operand.format.scale_dtype(weight.scale.dtype)
-    return operand.format.scale_dtype(weight.dtype if operand.transform is None else torch.float32)
-
-
 def gemm_request(
     contract: str, x: Operand | None, w: Operand, weight: Tensor | Encoded, dtype: torch.dtype, m: int
 ) -> Request:
@@ -41,19 +31,8 @@ def gemm_request(
     """
     rows, k = (weight.codes, weight.k) if isinstance(weight, Encoded) else (weight, weight.shape[1])
     x_format = None if x is None else x.format
-    scales = scale_dtype(w, weight)
+    scales = w.scale_dtype(weight)
     return Request(contract, x_format, w.format, rows.device, dtype, m, rows.shape[0], k, scales)
-
-
-def _in_a_row(bias: Tensor, n: int) -> Tensor:
-    """The bias as kernels read it, N values side by side. F.linear takes a single one for all.
-
-    Raises:
-        ValueError: it has another number of values, or more than one dimension.
-    """
-    if bias.dim() > 1 or bias.numel() not in (1, n):
-        raise ValueError(f"the layer's bias needs {n} values, one for each output, got shape {tuple(bias.shape)}")
-    return bias.expand(n).contiguous()
 
 
 @dataclass(eq=False)
@@ -64,6 +43,10 @@ class Call:
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     x_values, w_values: the form of x and W that the contract reads (`contracts.reads`), when encoding made it too.
     x_alpha, w_alpha: what `alpha_x` and `alpha_w` are, where encoding made them too.
+    decode: from codes to values, with the signature of `codec.decode`; the reference backend brings its own.
+
+    Raises:
+        ValueError: the bias has another number of values than N, or more than one dimension.
     """
 
     contract: str
@@ -79,6 +62,7 @@ class Call:
     w_values: Tensor | None = None
     x_alpha: Tensor | None = None
     w_alpha: Tensor | None = None
+    decode: Callable[..., Tensor] = codec.decode
 
     def __post_init__(self) -> None:
         """Read off what backends ask for: x, codes and scales, or None where it stays in high precision; x_format (None
@@ -93,8 +77,13 @@ class Call:
         # Any: a backend knows the class by its contract
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
-        if self.bias is not None:
-            self.bias = _in_a_row(self.bias, self.w_rows.shape[0])
+        bias, n = self.bias, self.w_rows.shape[0]
+        if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+            if bias.dim() > 1 or bias.numel() not in (1, n):
+                raise ValueError(
+                    f"the layer's bias needs {n} values, one for each output, got shape {tuple(bias.shape)}"
+                )
+            self.bias = bias.expand(n).contiguous()  # F.linear takes a single one for all
 
     @property
     def x_hp(self) -> Tensor:
@@ -127,7 +116,7 @@ class Call:
             return x_MK if out is None else x_MK.to(out)
         if self.x_values is not None:
             return self.x_values.to(out or self.dtype)
-        return codec.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
+        return self.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
 
     def w_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
         """(N, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
@@ -135,7 +124,7 @@ class Call:
             return self.w_values.to(out or self.dtype)
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
         if "w" in self.__dict__ or not self.w_rows.is_cuda:
-            return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
+            return self.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
         made = codec.quantize(self.w_operand, self.w_rows, Ask(False, self.dtype, operand))
         self.__dict__["alpha_w"] = made.alpha
         return made.matrix.to(out or self.dtype)
@@ -164,12 +153,9 @@ class Call:
 
     def run(self) -> Tensor:
         """y (*lead, N), on the fastest backend."""
-        y: Tensor = routed(Request, *self.request_fields()).run(self)
-        return y
-
-    def request_fields(self) -> tuple[Any, ...]:
-        """The fields of the `Request` that this call is."""
         w, x = self.w_rows, self.given_x
         x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
-        scales = scale_dtype(self.w_operand, self.given_w)
-        return self.contract, x_format, self.w_format, w.device, self.dtype, m, w.shape[0], self.k, scales
+        sizes = m, w.shape[0], self.k, self.w_operand.scale_dtype(self.given_w)
+        found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, *sizes)
+        y: Tensor = found.run(self)
+        return y

@@ -78,6 +78,13 @@ def encode(
     return made._replace(row=Side(of_x.encoded, values))
 
 
+def codes(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encoded:
+    """Encode x along K: codes alone."""
+    made = encode(x_RK, operand, None, held).row
+    assert made is not None
+    return made.codes
+
+
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.x.k, dtype=a.dtype))
 def decode(x: Encoded, operand: Operand, dtype: torch.dtype) -> Tensor:
     """(R, K) values in `dtype`."""

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Operand
+from aoquant.formats import Encoded, Operand, tiles
 
-from . import codec, expert_rows, stacks, tiles
-from .backward import Kept, of_parts
-from .call import Call, scale_dtype
+from . import codec, expert_rows, stacks
+from .backward import BackwardGemm, Kept, of_parts
+from .call import Call
 from .define import op
 from .gemm import few_rows
 
@@ -85,7 +85,8 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
         dx_SK = grad_SN.new_zeros(grad_SN.shape[0], k)
         for e, rows in _hit(ends):
             dx_SK[rows] = cast(
-                Tensor, of_parts(grad_SN[rows], Kept(_matrix(w, e, transposed), w_operand), None, None, None).dx
+                Tensor,
+                of_parts(grad_SN[rows], Kept(_matrix(w, e, transposed), BackwardGemm(forward=w_operand)), None).dx,
             )
         return dx_SK
     if w_operand is not None:
@@ -113,7 +114,7 @@ def grouped_wgrad(
     if not grad_SN.is_cuda:
         dw = _wgrad_shape(grad_SN, ends, x, transposed).zero_()
         for e, rows in _hit(ends):
-            made = of_parts(grad_SN[rows], None, None, Kept(_rows_of(x, token, rows), x_operand), None).dw
+            made = of_parts(grad_SN[rows], None, Kept(_rows_of(x, token, rows), BackwardGemm(forward=x_operand))).dw
             assert made is not None
             dw[e] = made.t() if transposed else made
         return dw
@@ -215,7 +216,7 @@ def _reads(w: Tensor | Encoded, operand: Operand, k: int, dtype: torch.dtype) ->
     block = operand.format.block or 0
     if k % 32 or k % block or block < 16 or block & (block - 1):
         return False
-    return scale_dtype(operand, _like(w)) in (None, dtype)
+    return operand.scale_dtype(_like(w)) in (None, dtype)
 
 
 def _like(w: Tensor | Encoded) -> Tensor | Encoded:

@@ -13,12 +13,12 @@ from aoquant.formats import Encoded, Operand, Scales
 from . import codec, contracts
 from .call import Call
 from .define import op
-from .quantized import Ask
+from .quantized import CODES, Ask
 
 
 class Product(NamedTuple):
     """y (*lead, N), and what was found of a W that was encoded on the way, for backward: its codes, if they were to be
-    kept; or its outer scale (1, 1), where `codec.finds_outer`.
+    kept; or its outer scale (1, 1), where a kernel would look for it again.
     """
 
     y: Tensor
@@ -33,8 +33,8 @@ def _product(a: Any) -> Product:
         return Product(y, None, None)
     if a.keep:
         return Product(y, a.w_operand.encode(a.w, a.held), None)
-    found = codec.finds_outer(a.w_operand)
-    return Product(y, None, rows.new_empty(1, 1, dtype=torch.float32) if found else None)
+    measures = a.held is None and codec.finds_outer(a.w_operand)
+    return Product(y, None, rows.new_empty(1, 1, dtype=torch.float32) if measures else None)
 
 
 @op(_product)
@@ -58,18 +58,17 @@ def matmul(
         already.
     x_values: what the contract reads of an encoded x (`contracts.reads`), where encoding made it in passing.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
-    keep: whether backward reads codes of a w that is encoded here, under the scales `held`.
+    keep: whether backward reads the codes of a w that is encoded here. held: w's scales from elsewhere.
     """
     values = alpha = None
-    kept = keep and isinstance(w, Tensor)
-    if kept and isinstance(w, Tensor):
-        reads = contracts.reads(contract)
-        if reads == "codes" or held is not None or not w.is_cuda or w.dtype is not dtype:
-            copied = None if held is None else held.copied
-            w = codec.encode(w_operand, w, copied)
+    given = w
+    if isinstance(w, Tensor) and (keep or held is not None or not w.is_cuda):
+        if held is not None or not w.is_cuda or w.dtype is not dtype or contracts.reads(contract) == "codes":
+            made = codec.quantize(w_operand, w, CODES if held is None else Ask(held=held))
         else:  # its operand in the same pass, and what the accumulator is multiplied by
-            made = codec.quantize(w_operand, w, Ask(True, dtype, reads == "operand"))
-            w, values, alpha = made.codes, made.values, made.alpha
+            made = codec.quantize(w_operand, w, Ask(True, dtype, contracts.reads(contract) == "operand"))
+        assert made.encoded is not None
+        w, values, alpha = made.encoded, made.values, made.alpha if made.values is not None else None
     call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values, values, None, alpha)
     if 0 in lead:
         y = call.w_rows.new_empty(*lead, call.w_rows.shape[0], dtype=dtype)
@@ -77,9 +76,10 @@ def matmul(
         y = call.run()
         if y._is_view():  # autograd: `relu_` of a Function's view is an error
             y = torch.ops.aten._unsafe_view(y, y.shape)
-    if isinstance(w, Encoded):
-        return Product(y, w if kept else None, None)
-    return Product(y, None, call.alpha_w if codec.finds_outer(w_operand) else None)
+    if isinstance(given, Encoded) or keep:
+        return Product(y, call.w if given is not w else None, None)
+    measures = held is None and codec.finds_outer(w_operand)
+    return Product(y, None, call.alpha_w if measures else None)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))

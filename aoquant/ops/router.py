@@ -82,7 +82,7 @@ class Request:
     """A request for a GEMM, without its data: y (m, n) = x (m, k) w (n, k)^T.
 
     x_format, w_format: of codes; an `Operand` stands for its format, since a GEMM multiplies codes and knows nothing of
-    a transform before them. scale_dtype: what `call.scale_dtype` says of the weight; None: `dtype`.
+    a transform before them. scale_dtype: what `Operand.scale_dtype` says of the weight; None: `dtype`.
     """
 
     role: ClassVar[str] = "gemm"

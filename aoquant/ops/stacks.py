@@ -16,11 +16,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded, Float8, Format, Int4, Operand
+from aoquant.formats import MX, NVFP4, Encoded, Float8, Format, Int4, Operand, tiles
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import divide
 
-from . import codec, tiles
+from . import codec
 from .quantized import Ask, Side
 from .router import CodecRequest, routed
 

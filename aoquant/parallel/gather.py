@@ -114,7 +114,7 @@ def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
 
 def reads_values(recipe: LinearRecipe) -> str | None:
     """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
-    side = recipe.weight_side
+    gemm = recipe.dgrad
     if recipe.history:
         return "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"
     if recipe.holds:
@@ -123,7 +123,7 @@ def reads_values(recipe: LinearRecipe) -> str | None:
         return "straight_through='clipped' masks gradients by the weight itself"
     if isinstance(recipe.fprop_weight.format, HighPrecision):
         return "its forward does not quantise the weight"
-    if side.keeps == "values" and side.forward is None and (side.backward is None or side.backward.draws):
+    if gemm.keeps == "values" and gemm.forward is None and (gemm.other is None or gemm.other.draws):
         return "dgrad starts from the weight itself"
     return None
 
@@ -137,17 +137,17 @@ class Sides(NamedTuple):
 
 def encoded_sides(recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Sides | None:
     """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight."""
-    weight_as, side = recipe.fprop_weight, recipe.weight_side
+    weight_as, gemm = recipe.fprop_weight, recipe.dgrad
 
     def reduced(operand: Operand, values: Tensor) -> Scales | None:
         return shards.scales(operand, values, (), groups)
 
     held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
     columns = None
-    if side.keeps == "values" and side.forward is None:
-        assert side.backward is not None
+    if gemm.keeps == "values" and gemm.forward is None:
+        assert gemm.other is not None
         nowhere = Place(Span(0, 0), Span(0, 0))  # nothing of it is drawn
-        columns = backward.columns(w, side.backward, side.multiple, backward.Part(nowhere, reduced))
+        columns = backward.columns(w, gemm.other, gemm.multiple, backward.Part(nowhere, reduced))
     if not w.numel():
         return None
     return Sides(codec.encode(weight_as, w) if held is None else weight_as.encode(w, held), columns)
@@ -172,14 +172,14 @@ class Gathering:
         Raises:
             ValueError: they cut through a tile or a block.
         """
-        (n, k), side = shape, recipe.weight_side
+        (n, k), gemm = shape, recipe.dgrad
         _whole_blocks(recipe.fprop_weight, "tile of rows", recipe.fprop_weight.tile_rows, n, part)
         rows, columns = Layout.of(recipe.fprop_weight, (part, k), (n, k), 0, dtype, 0), None
-        if side.keeps == "values" and side.forward is None:
-            assert side.backward is not None
-            _whole_blocks(side.backward, "block of dgrad", side.multiple, n, part)
-            padded = [-(-size // side.multiple) * side.multiple for size in (part, n)]
-            columns = Layout.of(side.backward, (k, padded[0]), (k, padded[1]), 1, dtype, rows.end)
+        if gemm.keeps == "values" and gemm.forward is None:
+            assert gemm.other is not None
+            _whole_blocks(gemm.other, "block of dgrad", gemm.multiple, n, part)
+            padded = [gemm.padded(size) for size in (part, n)]
+            columns = Layout.of(gemm.other, (k, padded[0]), (k, padded[1]), 1, dtype, rows.end)
         return cls(recipe, shape, dtype, rows, columns)
 
     @property

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from aoquant.formats import Encoded, Scales
-from aoquant.layers.linear import check_dtype, quantized_linear
+from aoquant.layers.checks import check_dtype
+from aoquant.layers.function import quantized_linear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.fsdp import is_flattened, is_managed

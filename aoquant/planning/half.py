@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aoquant._messages import AoquantWarning
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.ops.tiles import HEALTHY
+from aoquant.formats.tiles import HEALTHY
 
 _LOST = 10**0.1  # 1 dB: how much larger a row's squared error may be than in float32
 _EXACT = 1e-6  # 60 dB: of a row's energy; a smaller error is none, whatever it is in float32

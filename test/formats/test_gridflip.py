@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from support import gridflip_two_gemms as two_gemms
+from support.gemm import request_of
 from support.golden_inputs import data_set
 from support.rational import rounded
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from aoquant import GridFlipFP4WeightConfig, Hadamard, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.formats import Encoded, GridFlip, get_format, get_operand, layout
 from aoquant.formats.elements import from_e2m1
-from aoquant.ops import Request
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import reference
 
@@ -145,7 +145,7 @@ def test_two_gemms_are_the_layer(x_name: str, w_name: str) -> None:
         exact = c.x_matrix(F32).double() @ c.w_format.operand(c.w, F32).double().t()
         acc = two_gemms.accumulate(c).double()
         assert (acc - exact).norm() / exact.norm() < 1e-6
-    assert Request(*c.request_fields()).w_format == c.w_format
+    assert request_of(c).w_format == c.w_format
 
 
 def layer(config: object, dtype: torch.dtype = BF16, n: int = 48, k: int = 128) -> nn.Sequential:

@@ -72,7 +72,7 @@ def test_few_rows_take_the_bound_kernel(name: str) -> None:
     want = model(x)
     with (
         fixed_weights(model),
-        mock.patch("aoquant.layers.linear.multiply", side_effect=AssertionError("the general path")),
+        mock.patch("aoquant.layers.function.multiply", side_effect=AssertionError("the general path")),
         mock.patch("aoquant.layers.bound.multiply", side_effect=AssertionError("the general path")),
     ):
         for _ in range(2):

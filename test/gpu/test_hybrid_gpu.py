@@ -229,7 +229,7 @@ def test_gemms_read_operands_that_lie_as_their_transposes() -> None:
 def operands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None] | Encoded]:
     """Both operands of every backward GEMM, and their alphas; codes where the GEMM reads these."""
     seen: list[tuple[Tensor, Tensor | None] | Encoded] = []
-    call, multiplier, of_codes = backward.Call, backward.Pair.multiplier, backward.of_codes
+    call, multiplier, of_codes = backward.Call, backward.BackwardGemm.multiplier, backward.of_codes
 
     def called(*given: Any) -> Any:
         if len(given) > 8:  # with values
@@ -250,7 +250,7 @@ def operands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | Non
         return of_codes(a, b, *rest)
 
     monkeypatch.setattr(backward, "Call", called)
-    monkeypatch.setattr(backward.Pair, "multiplier", multiplied)
+    monkeypatch.setattr(backward.BackwardGemm, "multiplier", multiplied)
     monkeypatch.setattr(backward, "of_codes", codes)
     return seen
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from aoquant import backend, explain, get_format, quantize_
-from aoquant.formats import Operand, as_operand
-from aoquant.layers.packed import PackedLinear, name_parents
-from aoquant.ops import codec, gemm_request, linear_plan, native, tiles
+from aoquant.formats import Operand, as_operand, tiles
+from aoquant.layers.packed import PackedLinear
+from aoquant.ops import codec, gemm_request, linear_plan, native
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call
 from aoquant.ops.router import CodecRequest, runner
@@ -238,36 +238,6 @@ def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
 def product(f: Any, e: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     with backend("cuda-decode"):
         return Call("aoquant", x, None, e, as_operand(f), bias, [x.shape[0]], x.dtype).run()
-
-
-def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v do; another version of x, a new tensor, the same layer again, and layers of two modules do not."""
-    block = nn.Module()
-    block.q, block.k, block.v = (layer("nvfp4") for _ in range(3))
-    name_parents(block)
-    layers = [block.q, block.k, block.v]
-    x = torch.randn(300, K, dtype=BF16, device=CUDA)
-    with torch.no_grad():
-        want = [q(x.clone()) for q in layers]
-        calls: list[int] = []
-        real = codec.quantize
-        monkeypatch.setattr(codec, "quantize", lambda *a, **k: calls.append(1) or real(*a, **k))
-        assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 1
-        assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 2
-        x.mul_(0.5)
-        half = [q(x) for q in layers]
-        assert len(calls) == 3 and not torch.equal(half[0], want[0])
-        assert torch.equal(layers[1](x.clone()), half[1]) and len(calls) == 4
-        with torch.inference_mode():
-            other = torch.randn(300, K, dtype=BF16, device=CUDA)
-            for q in layers:
-                q(other)
-        assert len(calls) == 7
-        alone, calls[:] = layer("nvfp4"), [1] * 7
-        x = torch.randn(300, K, dtype=BF16, device=CUDA)
-        block.q(x)
-        x.data.zero_()  # moves no version
-        assert torch.equal(alone(x), alone(torch.zeros_like(x))) and len(calls) == 10
 
 
 def test_operands_that_it_does_not_encode_are_left_to_others() -> None:

@@ -100,7 +100,7 @@ def test_a_product_of_nothing_has_its_shape() -> None:
     x_as = named("te-fp8-tensor")
     assert x_as is not None
     x, y = x_as.encode(torch.randn(0, 32)), x_as.encode(torch.randn(48, 32))
-    assert backward.of_codes(x, y, backward.Pair(x_as, x_as, FP8), torch.bfloat16).shape == (0, 48)
+    assert backward.of_codes(x, y, backward.BackwardGemm(x_as, x_as, FP8), torch.bfloat16).shape == (0, 48)
 
 
 @pytest.mark.parametrize(

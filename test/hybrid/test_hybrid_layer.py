@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemm import coded
+from support.gemm import coded, kept
 from support.hybrid_cases import (
     BF16,
     FORMATS,
@@ -219,13 +219,13 @@ def test_the_ops_are_well_formed(name: str, rows: int, checks: tuple[str, ...]) 
     made = ops.encode(x, None, operand, multiple=operand.period).col
     assert made is not None and made.codes.k == max(operand.period, rows + -rows % operand.period)
     columns = made.codes
-    pair = ops.Pair(operand, operand)
-    flat = tuple(ops.gradients.flat(g, None, None, ops.Kept(columns, keeps="columns"), pair))
+    gemm = operand, operand
+    flat = tuple(ops.gradients.flat(g, None, kept(columns, keeps="columns", gemm=gemm)))
     torch.library.opcheck(ops.gradients.overload, flat, test_utils=checks)
     if operand.format.square and operand.transform is None:
-        x_kept = ops.Kept(coded(x, operand), keeps="square")
-        w_kept = ops.Kept(coded(x.new_ones(g.shape[1], x.shape[1]), operand), keeps="square")
-        flat = tuple(ops.gradients.flat(g, None, None, x_kept, pair))
+        x_kept = kept(coded(x, operand), keeps="square", gemm=gemm)
+        w_kept = kept(coded(x.new_ones(g.shape[1], x.shape[1]), operand), keeps="square", gemm=gemm)
+        flat = tuple(ops.gradients.flat(g, None, x_kept))
         torch.library.opcheck(ops.gradients.overload, flat, test_utils=checks)
-        flat = tuple(ops.gradients.flat(g, w_kept, pair, x_kept, pair))
+        flat = tuple(ops.gradients.flat(g, w_kept, x_kept))
         torch.library.opcheck(ops.gradients.overload, flat, test_utils=checks)

@@ -76,7 +76,7 @@ def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monk
     ours.
     """
     if gpu:
-        monkeypatch.setattr(function, "one_pass", lambda t: True)
+        monkeypatch.setattr(function, "ONE_PASS", ("cpu",))
     case = BY_NAME[name]
     qat = prepared(case, layer(case, BF16))
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
@@ -116,7 +116,7 @@ def test_a_compiled_hybrid_step_has_few_ops(name: str, monkeypatch: pytest.Monke
     """On a GPU: x, or x both ways; W with the product; both gradients. Each op costs the host as much as a launch. The
     state of the random numbers is neither cloned nor copied on the way.
     """
-    monkeypatch.setattr(function, "one_pass", lambda t: True)
+    monkeypatch.setattr(function, "ONE_PASS", ("cpu",))
     case = BY_NAME["mxfp8-act"]  # whose K every recipe takes
     qat = layer(case, BF16, bias=False)
     quantize_(nn.ModuleDict({"layer": qat}), get_recipe(name).prepare())
@@ -138,7 +138,7 @@ def test_a_compiled_hybrid_step_has_few_ops(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["nvfp4-act", "nvfp4-h16"])
 def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass over W that finds it is forward's alone; what is saved for that is one number, and the codes of x."""
-    monkeypatch.setattr(function, "one_pass", lambda t: True)
+    monkeypatch.setattr(function, "ONE_PASS", ("cpu",))
     case = BY_NAME[name]
     qat = prepared(case, layer(case, BF16, bias=False))
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
@@ -160,7 +160,7 @@ def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: 
 @either
 def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if gpu:
-        monkeypatch.setattr(function, "one_pass", lambda t: True)
+        monkeypatch.setattr(function, "ONE_PASS", ("cpu",))
     case = BY_NAME["nvfp4-act"]
     layers = nn.ModuleList([prepared(case, layer(case, BF16, bias=False)) for _ in range(3)])
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, 3 * case.n, BF16, 2)

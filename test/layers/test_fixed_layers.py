@@ -86,7 +86,7 @@ def test_calls_are_those_of_the_converted_layer(qat: QATLinear) -> None:
     with fixed_weights(qat):
         qat(x)
         with (
-            mock.patch("aoquant.layers.linear.multiply", side_effect=AssertionError("the general path")),
+            mock.patch("aoquant.layers.function.multiply", side_effect=AssertionError("the general path")),
             mock.patch.object(router, "runner", side_effect=AssertionError("the router")),
             mock.patch.object(QATLinear, "held_scales", side_effect=AssertionError("scales")),
         ):

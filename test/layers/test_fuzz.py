@@ -34,10 +34,9 @@ from aoquant import (
     quantize_,
     set_fake_quant,
 )
-from aoquant.formats import Encoded
+from aoquant.formats import Encoded, tiles
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import STRAIGHT_THROUGH
-from aoquant.ops import tiles
 from aoquant.planning.plan import plan_layer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

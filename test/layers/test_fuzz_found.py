@@ -12,8 +12,7 @@ from support.linear_cases import BY_NAME, autocast, layer, prepared, same_bytes
 from torch import nn
 
 from aoquant import PackedTensor, PackedWeightConfig, get_format, quantize_
-from aoquant.formats import get_operand
-from aoquant.ops import tiles
+from aoquant.formats import get_operand, tiles
 
 
 def test_int8_layers_of_one_input_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aoquant import QATConfig, quantize_
 from aoquant.formats import Operand, get_operand
-from aoquant.layers import shared_inputs
+from aoquant.layers import cache
 from aoquant.ops import router
 from aoquant.recipes import get_recipe
 
@@ -25,10 +24,10 @@ RECIPES = ["nvfp4", "mxfp8", "int8-int4", "int8", "torchao-fp8", "torchao-int8-i
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    others = set(shared_inputs._inputs)  # of tests before, which may still hold their tensors
+    others = set(cache._inputs)  # of tests before, which may still hold their tensors
     yield
     gc.collect()
-    assert set(shared_inputs._inputs) <= others
+    assert set(cache._inputs) <= others
 
 
 class Three(nn.Module):
@@ -276,11 +275,11 @@ def test_saved_elsewhere() -> None:
 def test_encodings_die_with_what_autograd_keeps() -> None:
     model, x = Three("nvfp4"), torch.randn(ROWS, K, dtype=BF16)
     y = model(x)
-    shared = shared_inputs.shared_input(x, BF16, get_operand("nvfp4-row"), copy.deepcopy(model.q.weight))
-    assert shared is not None and shared.get() is not None
+    shared = cache.codes_of_input(x, (BF16, get_operand("nvfp4-row")))
+    assert shared is not None and shared.take(0) is not None
     del y
-    shared = shared_inputs.shared_input(x, BF16, get_operand("nvfp4-row"), copy.deepcopy(model.q.weight))
-    assert shared is not None and shared.get() is None
+    shared = cache.codes_of_input(x, (BF16, get_operand("nvfp4-row")))
+    assert shared is not None and shared.take(1) is None
 
 
 def test_threads_have_inputs_of_their_own() -> None:

@@ -30,7 +30,7 @@ from aoquant import (
 )
 from aoquant.config import Int8WeightConfig
 from aoquant.layers import direct_reads
-from aoquant.layers.linear import unread
+from aoquant.layers.checks import unread
 
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "F.linear": lambda x, w: F.linear(x, w),

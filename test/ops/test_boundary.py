@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import kept
 from torch import Tensor
 
 from aoquant import ops
@@ -16,12 +17,12 @@ X, Y, S = torch.randn(4, 32), torch.randn(4, 32), torch.ones(4, 1)
 FP8, NVFP4 = get_operand("te-fp8-tensor"), get_operand("te-hadamard16-sd7e8+te-nvfp4")
 CODED = Encoded(X, S, None, Y, 32)
 GEMM = (CODED, Y, None, FP8, NVFP4, "aoquant", [4, 3], torch.bfloat16, None, [3, 1], True, Scales(S))
-KEPT = ops.Kept(CODED, None, Scales(S, None, S), None, "square")
+KEPT = kept(CODED, None, Scales(S, None, S), "square", (FP8, FP8))
 CALLS: dict[str, tuple[Any, tuple[Any, ...], int, list[int]]] = {
     "missing": (ops.matmul, (X, Y, None, None, FP8, "dequantize", [], torch.float32, None, None, False, None), 2, []),
     "encoded": (ops.matmul, GEMM, 5, [32, 4, 3, 3, 1]),
-    "nested": (ops.gradients, (X, KEPT, ops.Pair(FP8, FP8), ops.Kept(Y), ops.Pair(NVFP4, FP8, "c"), S, None), 8, [32]),
-    "no tuple": (ops.gradients, (X, None, None, ops.Kept(Y), None, None, Scales(S)), 3, []),
+    "nested": (ops.gradients, (X, KEPT, kept(Y, gemm=(NVFP4, FP8, "c")), S, None), 8, [32]),
+    "no tuple": (ops.gradients, (X, None, kept(Y), None, Scales(S)), 3, []),
     "a side": (ops.encode, (X, FP8, None, None, "operand", 1), 1, [1]),
     "the other side": (ops.encode, (X, None, NVFP4, Scales(S), "", 32), 2, [32]),
 }

@@ -13,8 +13,8 @@ from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Format, Scales, as_operand, get_operand
-from aoquant.ops import CodecRequest, backward, codec, router, tiles
+from aoquant.formats import Format, Scales, as_operand, get_operand, tiles
+from aoquant.ops import CodecRequest, backward, codec, router
 from aoquant.ops.codec import cuda, triton
 from aoquant.ops.encoding import padded
 from aoquant.ops.quantized import Ask, Side

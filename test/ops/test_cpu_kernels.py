@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cpu_library import cpu_builder, with_library
-from support.gemm import with_values
+from support.gemm import request_of, with_values
 from torch import Tensor, nn
 
 import aoquant
@@ -367,5 +367,5 @@ def test_a_call_takes_prepared_and_packed_weights_alike() -> None:
 
     f, x, w = as_operand(get_format("int4-g128")), torch.randn(3, 256, dtype=BF16), torch.randn(16, 256, dtype=BF16)
     calls = [Call("aoquant", x, None, given, f, None, [3], BF16) for given in (w, f.encode(w))]
-    assert calls[0].request_fields() == calls[1].request_fields()
+    assert request_of(calls[0]) == request_of(calls[1])
     assert torch.equal(calls[0].run(), calls[1].run())

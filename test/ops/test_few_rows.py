@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import request_of
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Operand, as_operand, get_format
@@ -19,7 +20,7 @@ CUDA = torch.device("cuda", 0)
 
 def asked(x: Tensor, w: Tensor | Encoded, of: Format | Operand) -> Request:
     """What the GEMM of x with a weight of `of`, encoded or not, asks the router for."""
-    return Request(*Call("aoquant", x, None, w, as_operand(of), None, [len(x)], x.dtype).request_fields())
+    return request_of(Call("aoquant", x, None, w, as_operand(of), None, [len(x)], x.dtype))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gemm import coded, dgrad, wgrad
+from support.gemm import coded, dgrad, kept, wgrad
 from torch import Tensor
 
 from aoquant import ops
@@ -95,8 +95,8 @@ def test_grouped_gemms_are_those_of_each_expert(activation: str, transposed: boo
         x_q = rows[r] if x_operand is None else coded(rows[r], x_operand)
         want = ops.matmul(x_q, w[e], None, x_operand, operand, "aoquant", [len(rows[r])], torch.bfloat16).y
         assert torch.equal(y[r], want)
-        assert torch.equal(dx[r], dgrad(grad[r], ops.Kept(w[e], operand)))
-        assert torch.equal(dw[e], wgrad(grad[r], ops.Kept(x_q, x_operand)))
+        assert torch.equal(dx[r], dgrad(grad[r], kept(w[e], operand)))
+        assert torch.equal(dw[e], wgrad(grad[r], kept(x_q, x_operand)))
     for t in (y[sum(SIZES) :], dx[sum(SIZES) :], dw[0], dw[3]):
         assert torch.count_nonzero(t) == 0
 

@@ -14,8 +14,8 @@ import torch
 from support.host_csrc import host_library
 
 from aoquant import get_format
-from aoquant.formats import as_operand
-from aoquant.ops import codec, gemm_request, linear_plan, native, tiles
+from aoquant.formats import as_operand, tiles
+from aoquant.ops import codec, gemm_request, linear_plan, native
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import one_call, tensor_cores
 
@@ -164,8 +164,8 @@ def test_the_reference_decodes_a_large_weight_by_blocks(name: str, monkeypatch: 
     ]
     want = calls[1]()
     sizes: list[int] = []
-    decode = codec.decode
-    monkeypatch.setattr(codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o))
+    decode = tiles.decode
+    monkeypatch.setattr(tiles, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o))
     monkeypatch.setattr(tiles, "BLOCK", 300 * k * 4)
     assert all(torch.allclose(call(), want, rtol=2**-7, atol=2**-7) for call in calls)
     assert torch.equal(calls[0](), calls[1]())

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from support.formats import ONE_OF_EACH as FORMATS
-from support.gemm import arguments, coded, dgrad, parts, wgrad
+from support.gemm import arguments, coded, dgrad, kept, parts, wgrad
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -183,9 +183,9 @@ def symbolic(names: tuple[str, ...]) -> pytest.MarkDecorator:
 def test_gradient_ops_are_well_formed(name: str, symbolic: bool) -> None:
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     operand = get_operand(name)
-    opcheck(ops.gradients, g, ops.Kept(w, operand), None, None, None, symbolic=symbolic)
-    opcheck(ops.gradients, g, ops.Kept(encoded(name, w), operand), None, None, None, symbolic=symbolic)
-    opcheck(ops.gradients, g, None, None, ops.Kept(encoded(name, x), operand), None, symbolic=symbolic)
+    opcheck(ops.gradients, g, kept(w, operand), None, symbolic=symbolic)
+    opcheck(ops.gradients, g, kept(encoded(name, w), operand), None, symbolic=symbolic)
+    opcheck(ops.gradients, g, None, kept(encoded(name, x), operand), symbolic=symbolic)
     opcheck(ops.saturated, x, operand, symbolic=symbolic)
 
 
@@ -213,17 +213,17 @@ def test_gradients_are_those_of_both_gemms() -> None:
     """dy's codes or operands are made once; the bits are those of each alone, and so is what is counted."""
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     e5m2, e4m3, mx = (get_operand(name) for name in ("te-fp8-e5m2-tensor", "te-fp8-tensor", "mxfp8"))
-    square = [ops.Kept(coded(t, e4m3), keeps="square") for t in (w, x)]
+    fp8 = e5m2, e4m3, "fp8_scaled_mm_precise"
     flops.register()
-    for pair, kept in (
-        (ops.Pair(e5m2, e4m3, "fp8_scaled_mm_precise"), square),
-        (ops.Pair(mx, mx), [ops.Kept(w), ops.Kept(x)]),
-        (ops.Pair(mx, mx), [ops.Kept(w, mx), ops.Kept(coded(x, mx), mx)]),
+    for of_w, of_x in (
+        [kept(coded(t, e4m3), keeps="square", gemm=fp8) for t in (w, x)],
+        [kept(t, gemm=(mx, mx)) for t in (w, x)],
+        [kept(t, mx, gemm=(mx, mx)) for t in (w, coded(x, mx))],
     ):
         with FlopCounterMode(display=False) as together:
-            got = ops.gradients(g, kept[0], pair, kept[1], pair)
+            got = ops.gradients(g, of_w, of_x)
         with FlopCounterMode(display=False) as apart:
-            want = dgrad(g, kept[0], pair), wgrad(g, kept[1], pair)
+            want = dgrad(g, of_w), wgrad(g, of_x)
         assert torch.equal(got.dx, want[0]) and torch.equal(got.dw, want[1])
         assert together.get_total_flops() == apart.get_total_flops() == 4 * M * N * K
 
@@ -236,8 +236,8 @@ def test_ops_behind_a_transform_are_well_formed(name: str, symbolic: bool) -> No
     held, operand = Scales(transform=t), get_operand(name)
     opcheck(ops.encode, x, operand, None, held, symbolic=symbolic)
     opcheck(ops.encode, x[:0], operand, None, held, symbolic=False)
-    opcheck(ops.gradients, g, ops.Kept(w, operand, held), None, None, None, symbolic=symbolic)
-    opcheck(ops.gradients, g, None, None, ops.Kept(x, operand, held), None, symbolic=symbolic)
+    opcheck(ops.gradients, g, kept(w, operand, held), None, symbolic=symbolic)
+    opcheck(ops.gradients, g, None, kept(x, operand, held), symbolic=symbolic)
     opcheck(ops.saturated, x, operand, held, symbolic=symbolic)
     opcheck(ops.pull_back, x, operand, t, symbolic=symbolic)
     opcheck(ops.pull_back, x.t().contiguous().t(), operand, t, symbolic=symbolic)

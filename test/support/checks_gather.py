@@ -158,11 +158,11 @@ def test_19_what_is_gathered_is_the_whole_weights_encoding(c: Ranks, name: str) 
             for m in (model, whole):
                 m.up.weight.mul_(factor)
         model.up.unshard()
-        w, side = model.up.weight, whole.up.prepared.recipe.weight_side
+        w, gemm = model.up.weight, whole.up.prepared.recipe.dgrad
         assert isinstance(w, GatheredWeight)
         assert not unequal_parts(w.rows, whole.up.encode_weight())
         if w.columns is not None:
-            columns = backward.columns(whole.up.weight.detach(), side.backward, side.multiple)
+            columns = backward.columns(whole.up.weight.detach(), gemm.other, gemm.multiple)
             assert w.columns.k == columns.k and not unequal_parts(w.columns, columns)
         model.up.reshard()
 

@@ -58,7 +58,7 @@ from aoquant import (
     list_formats,
     quantize_,
 )
-from aoquant.layers.linear import quantized_linear
+from aoquant.layers.function import quantized_linear
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding

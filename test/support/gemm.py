@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from aoquant import ops
-from aoquant.formats import Encoded, Format, Operand, Random, as_operand, get_operand
-from aoquant.layers.function import codes as coded
-from aoquant.ops import codec
+from aoquant.formats import Encoded, Format, Operand, Random, Scales, as_operand, get_operand
+from aoquant.ops import codes as coded
+from aoquant.ops import Call, Request, codec, gemm_request
 from aoquant.ops.quantized import Ask, Side
 
-__all__ = ["arguments", "coded", "dgrad", "operand", "parts", "scaled_mm", "wgrad", "with_values"]
+__all__ = ["arguments", "coded", "dgrad", "kept", "operand", "parts", "request_of", "scaled_mm", "wgrad", "with_values"]
 
 
 def operand(name: str) -> Operand | None:
@@ -59,18 +59,36 @@ def with_values(
     return codec.quantize(as_operand(fmt), x, Ask(keep, dtype, operand, None, measured, random))
 
 
-def dgrad(grad: Tensor, w: ops.Kept, pair: ops.Pair | None = None) -> Tensor:
+def kept(
+    matrix: Tensor | Encoded,
+    forward: Operand | None = None,
+    held: Scales | None = None,
+    keeps: str = "rows",
+    gemm: tuple[Any, ...] = (None, None),
+) -> ops.Kept:
+    """What forward kept of a matrix for a GEMM of backward. gemm: the operands of both, and the contract."""
+    return ops.Kept(matrix, ops.BackwardGemm(*gemm)._replace(forward=forward, keeps=keeps), held)
+
+
+def dgrad(grad: Tensor, w: ops.Kept) -> Tensor:
     """dx of `ops.gradients` alone."""
-    dx = ops.gradients(grad, w, pair, None, None).dx
+    dx = ops.gradients(grad, w, None).dx
     assert dx is not None
     return dx
 
 
-def wgrad(grad: Tensor, x: ops.Kept, pair: ops.Pair | None = None) -> Tensor:
+def wgrad(grad: Tensor, x: ops.Kept) -> Tensor:
     """dW of `ops.gradients` alone."""
-    dw = ops.gradients(grad, None, None, x, pair).dw
+    dw = ops.gradients(grad, None, x).dw
     assert dw is not None
     return dw
+
+
+def request_of(call: Call) -> Request:
+    """What a call asks the router for."""
+    x = call.given_x
+    m = x.codes.shape[0] if isinstance(x, Encoded) else x.numel() // call.k
+    return gemm_request(call.contract, call.x_operand, call.w_operand, call.given_w, call.dtype, m)
 
 
 def parts(e: Encoded) -> list[Tensor]:

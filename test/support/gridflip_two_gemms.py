@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aoquant.formats import GridFlip
 from aoquant.ops.call import Call
-from aoquant.ops.gemm.reference import rescale
+from aoquant.ops.gemm.reference import rescaled
 
 
 def accumulate(c: Call) -> Tensor:
@@ -34,4 +34,4 @@ def accumulate(c: Call) -> Tensor:
 def scaled_mm(c: Call) -> Tensor:
     """y (*lead, N) under the contract "aoquant"."""
     assert c.contract == "aoquant"
-    return rescale(c, accumulate(c))
+    return c.shaped(rescaled(accumulate(c), c.alpha_x, c.alpha_w, c.bias, c.dtype))

@@ -102,7 +102,7 @@ def decode(
     """
     format = format.format.narrow if isinstance(format, Operand) else format.narrow
     found = routed(CodecRequest, "decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
-    values: Tensor = found.run(format, e, dtype, operand, out or dtype)
+    values: Tensor = found.run(format, e, dtype, operand=operand, out=out)
     return values
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format, Int4, Operand
+from aoquant.formats import Affine, Encoded, Format, Int4, Operand, tiles
 
 from .. import native_cpu
 from ..quantized import Ask, Side
@@ -57,11 +57,14 @@ def _is_int4(operand: Operand) -> bool:
     return type(f) is Int4 and f.scales == "input" and f.group % 32 == 0
 
 
-def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
-    """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
+def decode(
+    format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
+) -> Tensor:
+    """`tiles.decode`, by a kernel."""
+    out = out or dtype
     told = native_cpu.told(format, e, dtype)
     if told is None or out not in _DTYPES or not (operand or native_cpu.kind(format) != "int8"):
-        return reference.decode(format, e, dtype, operand, out)
+        return tiles.decode(format, e, dtype, operand=operand, out=out)
     narrow = out == torch.bfloat16 and dtype == torch.bfloat16
     made: Tensor = native_cpu.operator("decode")(told.codes, told.scale, told.zero, told.kind, told.group, narrow)
     return made.to(out)
@@ -73,7 +76,7 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     if isinstance(f, Int4):
         codes, scale, zero = native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group)
         e = Encoded(codes, scale, zero, None, x_RK.shape[1])
-        values = None if dtype is None else decode(f, e, dtype, ask.operand, dtype)
+        values = None if dtype is None else decode(f, e, dtype, operand=ask.operand)
         return Side(e if ask.codes else None, values)
     if dtype is not None and (not ask.operand or dtype != x_RK.dtype):
         return reference.quantize(operand, x_RK, ask)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand, Random, Scales, layout
+from aoquant.formats import Operand, Random, Scales, layout, tiles
 
-from .. import tiles
 from ..quantized import Ask, Side
 from ..router import Backend
 
@@ -27,13 +26,8 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         e = tiles.encode(operand, x_RK)
     if ask.values is None:
         return Side(e)
-    values = decode(operand.format, e, ask.values, ask.operand, ask.values)
+    values = tiles.decode(operand.format, e, ask.values, operand=ask.operand)
     return Side(e if ask.codes else None, values, operand.format.alpha(e))
-
-
-def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
-    """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
-    return tiles.decoded(format, format.operand if operand else format.decode, e, dtype, out)
 
 
 def transform(
@@ -67,7 +61,7 @@ BACKENDS = tuple(
     Backend("reference", 0, _always, run, role)
     for role, run in (
         ("quantize", quantize),
-        ("decode", decode),
+        ("decode", tiles.decode),
         ("transform", transform),
         ("transpose", transposed),
     )

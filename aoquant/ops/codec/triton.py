@@ -41,6 +41,7 @@ def has_triton(device: torch.device) -> bool:
     return lacks_triton(device) is None
 
 
+@cache
 def finds_outer(operand: Operand) -> bool:
     """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
     kernels = kernels_of(operand.format)
@@ -160,12 +161,14 @@ def in_one_pass(
     return kernels.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
 
 
-def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
-    """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
+def decode(
+    format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
+) -> Tensor:
+    """`tiles.decode`, by a kernel."""
     kernels = kernels_of(format)
     assert kernels is not None
     values: Tensor = kernels.file.decode(format, e, dtype, operand)
-    return values if out is dtype else values.to(out)
+    return values if out is None else values.to(out)
 
 
 def transform(

@@ -19,7 +19,7 @@ from aoquant.formats import MX, NVFP4, Encoded, Format, layout
 
 from ..call import Call
 from ..router import Backend, Request
-from .reference import nvfp4_epilogue, rescale
+from .reference import nvfp4_epilogue, rescaled
 
 _CONTRACTS = ("aoquant", "nvfp4_rescale")
 _FLOAT4 = torch.float4_e2m1fn_x2
@@ -58,7 +58,8 @@ def _run(c: Call) -> Tensor:
         return nvfp4_epilogue(c, _multiply(c.w_format, c.x, c.w, None, c.dtype))
     if c.alpha_x is None and c.alpha_w is None and (c.bias is None or c.bias.dtype == c.dtype != torch.float32):
         return c.shaped(_multiply(c.w_format, c.x, c.w, c.bias, c.dtype))
-    return rescale(c, _multiply(c.w_format, c.x, c.w, None, torch.float32))  # which takes no bias
+    acc_MN = _multiply(c.w_format, c.x, c.w, None, torch.float32)  # which takes no bias
+    return c.shaped(rescaled(acc_MN, c.alpha_x, c.alpha_w, c.bias, c.dtype))
 
 
 def _multiply(format: Format, x: Encoded, w: Encoded, bias: Tensor | None, out: torch.dtype) -> Tensor:

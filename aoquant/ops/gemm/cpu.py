@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format
+from aoquant.formats import Encoded, Format, tiles
 
-from .. import codec, native_cpu, tiles
+from .. import codec, native_cpu
 from ..call import Call
 from ..router import Backend, Multiply, Request
 from .reference import rescaled

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Affine, Encoded, Float8
+from aoquant.formats import Affine, Encoded, Float8, Format, as_operand, tiles
 from aoquant.formats.elements import fma
 
-from .. import codec, tiles
+from .. import codec
 from ..call import Call
-from ..router import Backend, Request
+from ..router import Backend, CodecRequest, Multiply, Request, runner
 from . import ggml, tinygemm
+
+Decode = Callable[..., Tensor]  # with the signature of `tiles.decode`
 
 
 def scaled_mm(c: Call) -> Tensor:
-    """y = x W^T under c.contract, shaped (*lead, N) in c.dtype."""
+    """y = x W^T under c.contract, shaped (*lead, N) in c.dtype, of values that formats themselves decode."""
+    c.decode = tiles.decode
     return _CONTRACTS[c.contract](c)
 
 
@@ -34,13 +37,23 @@ def accumulate(c: Call) -> Tensor:
         block = c.x_format.block
         if block is not None and block == c.w_format.block:
             return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
-    x_MK, n = c.x_matrix(torch.float32), c.w_rows.shape[0]
-    blocks = tiles.blocks(n, 4 * c.k)
-    if len(blocks) == 1 or c.w_values is not None:
+    x_MK = c.x_matrix(torch.float32)
+    if c.w_values is not None or len(tiles.blocks(c.w_rows.shape[0], 4 * c.k)) == 1:
         return x_MK @ c.w_matrix(torch.float32).t()
+    return _summed(x_MK, c.w_format, c.w, c.dtype, c.decode)
+
+
+def _summed(x_MK: Tensor, format: Format, w: Encoded, dtype: torch.dtype, decode: Decode) -> Tensor:
+    """(M, N) float32 sum of products of a float32 x and of W, some rows of it at a time: all of a large W's values in
+    float32 would be twice what it was before it was packed.
+    """
+    n = w.codes.shape[0]
+    blocks = tiles.blocks(n, 4 * w.k)
+    if len(blocks) == 1:
+        return x_MK @ decode(format, w, dtype, operand=True, out=torch.float32).t()
     acc_MN = x_MK.new_empty(len(x_MK), n)
-    for rows in blocks:  # a large W's values in float32 would be twice what it was before it was packed
-        w_NK = codec.decode(c.w_format, tiles.rows_of(c.w_format, c.w, rows), c.dtype, operand=True, out=torch.float32)
+    for rows in blocks:
+        w_NK = decode(format, tiles.rows_of(format, w, rows), dtype, operand=True, out=torch.float32)
         torch.mm(x_MK, w_NK.t(), out=acc_MN[:, rows])
     return acc_MN
 
@@ -57,20 +70,19 @@ def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float
 
 
 def _single_rounding(c: Call) -> Tensor:
-    return rescale(c, accumulate(c))
-
-
-def rescale(c: Call, acc_MN: Tensor) -> Tensor:
-    """The epilogue of "aoquant": float32 accumulators times alpha_x, times alpha_w, plus bias, and one rounding."""
-    return c.shaped(rescaled(acc_MN, c.alpha_x, c.alpha_w, c.bias, c.dtype))
+    y_MN = rescaled(accumulate(c), c.alpha_x, c.alpha_w, c.bias, c.dtype)
+    return y_MN if len(c.lead) == 1 else c.shaped(y_MN)
 
 
 def rescaled(
     acc_MN: Tensor, alpha_x: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`rescale` of a product without its call: (M, N) in `dtype`."""
-    y_MN = _scaled(acc_MN, alpha_x, alpha_w)
-    return (y_MN if bias is None else y_MN + bias.float()).to(dtype)
+    """The epilogue of "aoquant": float32 accumulators times alpha_x, times alpha_w, plus bias, and one rounding."""
+    if alpha_x is not None:
+        acc_MN = acc_MN * alpha_x
+    if alpha_w is not None:
+        acc_MN = acc_MN * alpha_w.t()
+    return (acc_MN if bias is None else acc_MN + bias.float()).to(dtype)
 
 
 def _bias_after(c: Call) -> Tensor:
@@ -88,15 +100,7 @@ def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     if c.contract.startswith("fp8_mslk") and c.bias is not None and c.bias.dtype == torch.float32:
         assert c.alpha_x is not None and c.alpha_w is not None
         return c.shaped(fma(acc_MN * c.alpha_x, c.alpha_w.t(), c.bias).to(c.dtype))
-    return c.plus_bias(_scaled(acc_MN, c.alpha_x, c.alpha_w).to(c.dtype))
-
-
-def _scaled(acc_MN: Tensor, alpha_x: Tensor | None, alpha_w: Tensor | None) -> Tensor:
-    """acc * alpha_x * alpha_w, in this order."""
-    for alpha in (alpha_x, None if alpha_w is None else alpha_w.t()):
-        if alpha is not None:
-            acc_MN = acc_MN * alpha
-    return acc_MN
+    return c.plus_bias(rescaled(acc_MN, c.alpha_x, c.alpha_w, None, c.dtype))
 
 
 def _dequantize(c: Call) -> Tensor:
@@ -173,6 +177,30 @@ def _always(request: Request) -> None:
     """No request is refused."""
 
 
+def _bound(decode: Decode) -> Callable[[Request, Encoded], Multiply | None]:
+    """What binds a W that `decode` decodes to the contract "aoquant"."""
+
+    def bind(r: Request, w: Encoded) -> Multiply | None:
+        f = r.w_format
+        if r.contract != "aoquant" or (isinstance(r.x_format, Float8) and r.x_format.block is not None):
+            return None
+
+        def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
+            return rescaled(_summed(x_MK.float(), f, w, r.dtype, decode), alpha_x, f.alpha(w), bias, r.dtype)
+
+        return product
+
+    return bind
+
+
+def _decodes_alike(r: Request) -> str | None:
+    formats = [(f, n) for f, n in ((r.x_format, r.m), (r.w_format, r.n)) if f is not None]
+    requests = (CodecRequest("decode", as_operand(f.narrow), r.device, r.dtype, n, r.k) for f, n in formats)
+    if all(runner(request).name == "reference" for request in requests):
+        return "decodes by kernels, and has none for these formats"
+    return None
+
+
 _CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
     "aoquant": _single_rounding,
     "bias_after": _bias_after,
@@ -192,4 +220,7 @@ _CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
     "nvfp4_rescale": _nvfp4_rescale,
     "ggml": ggml.scaled_mm,
 }
-BACKENDS = (Backend("reference", 0, _always, scaled_mm),)
+BACKENDS = (
+    Backend("decoded", 1, _decodes_alike, lambda c: _CONTRACTS[c.contract](c), bind=_bound(codec.decode)),
+    Backend("reference", 0, _always, scaled_mm, bind=_bound(tiles.decode)),
+)

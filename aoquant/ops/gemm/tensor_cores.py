@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8, Format
+from aoquant.formats import Encoded, Float8, Format, tiles
 
-from .. import codec, native, tiles
+from .. import codec, native
 from ..call import Call
 from ..router import Backend, Multiply, Request
 from .few_rows import decodes, is_aligned, plan_of

@@ -10,13 +10,14 @@ row's codes depend on that row and on the scales alone, or on whole tiles of row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand
+from .base import Encoded, Format
+from .operand import Operand
 
 HEALTHY = 0.01  # share of blocks on the floor, of clipped values, or of rows that lose, that is not worth a warning
 TILE = 1 << 18  # values; smaller ones cost more in calls than they save
@@ -62,25 +63,11 @@ def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, 
     return Encoded(codes, scale, zero, outer, first.k)
 
 
-def operand(format: Format, e: Encoded, dtype: torch.dtype, out: torch.dtype | None = None) -> Tensor:
-    """format.operand(e, dtype), then cast to `out`, by default the same dtype."""
-    return decoded(format, format.operand, e, dtype, out or dtype)
-
-
-def decode(format: Format, e: Encoded, dtype: torch.dtype) -> Tensor:
-    """format.decode(e, dtype)."""
-    return decoded(format, format.decode, e, dtype, dtype)
-
-
-def decoded(
-    format: Format,
-    function: Callable[[Encoded, torch.dtype], Tensor],
-    e: Encoded,
-    dtype: torch.dtype,
-    out: torch.dtype,
+def decode(
+    format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
 ) -> Tensor:
-    """function(e, dtype), `format.operand` or `format.decode`, then cast to `out`."""
-    total = e.codes.shape[0]
+    """format.decode(e, dtype), or format.operand(e, dtype), then cast to `out`, by default the same dtype."""
+    total, function, out = e.codes.shape[0], format.operand if operand else format.decode, out or dtype
     tiled = e.codes.is_cpu and total * e.k >= 2 * TILE
     rows = _rows(total, e.k, TILE, format.tile_rows) if tiled else None
     if rows is None:
