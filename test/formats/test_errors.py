@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aoquant import get_format
-from aoquant.ops import tiles
+from aoquant.formats import tiles
 
 MILLION = (1024, 1024)
 SAMPLES = {

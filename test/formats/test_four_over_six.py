@@ -10,7 +10,7 @@ from support.bits import unequal_parts
 from support.golden_inputs import DATA, data_set
 from torch import Tensor
 
-from aoquant.formats import Encoded, FourOverSix, GridFlip, Scales, get_format, layout, tiles
+from aoquant.formats import Encoded, FourOverSix, GridFlip, Scales, get_format, layout
 from aoquant.formats.contest import Contest, Outer
 from aoquant.formats.elements import from_e2m1, nearest_e2m1, to_e2m1
 from aoquant.formats.four_over_six import _rows

@@ -20,7 +20,6 @@ from support.linear_cases import (
     assert_equal,
     autocast,
     converted,
-    counting,
     data,
     dtype_name,
     layer,

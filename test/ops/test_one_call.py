@@ -15,7 +15,7 @@ from support.host_csrc import host_library
 
 from aoquant import get_format
 from aoquant.formats import as_operand, tiles
-from aoquant.ops import codec, gemm_request, linear_plan, native
+from aoquant.ops import gemm_request, linear_plan, native
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import one_call, tensor_cores
 

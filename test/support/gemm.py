@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from aoquant import ops
 from aoquant.formats import Encoded, Format, Operand, Random, Scales, as_operand, get_operand
-from aoquant.ops import codes as coded
 from aoquant.ops import Call, Request, codec, gemm_request
+from aoquant.ops import codes as coded
 from aoquant.ops.quantized import Ask, Side
 
 __all__ = ["arguments", "coded", "dgrad", "kept", "operand", "parts", "request_of", "scaled_mm", "wgrad", "with_values"]
