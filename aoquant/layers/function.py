@@ -364,7 +364,7 @@ def multiply(
         kept_w if reads_w else None,
         x_held if x_held is None or holds_x else _transform_of(x_held) if needs.x else None,
         w_held if w_held is None or reads_w else _transform_of(w_held) if needs.w else None,
-        measured if needs_dx else None,
+        measured if needs_dx and x.device.type in ONE_PASS else None,
         ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
         torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
     )
