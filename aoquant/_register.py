@@ -37,10 +37,13 @@ _INSTALLED: tuple[tuple[str, str, tuple[type[Exception], ...]], ...] = (
     ("transformers.modeling_utils", "pretrained_model", ()),
 )
 
-# old module -> where its classes are now. Pickles name a class by its module, and load through this table alone.
+# old module -> where its classes are now, or "" where nothing reads their objects any more. Pickles name a class by its
+# module, and load through this table alone.
 MOVED = {
     "aoquant.embedding": "aoquant.layers.embedding",
     "aoquant.integrations.peft_parameters": "aoquant.integrations.peft_layers",
+    "aoquant.layers.shared_operands": "",
+    "aoquant.layers.sides": "",
     "aoquant.plan": "aoquant.planning.plan",
     "aoquant.qat": "aoquant.layers.qat",
     "aoquant.sharded": "aoquant.parallel.packed",
@@ -94,7 +97,15 @@ class _Moved(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # inspect asks every module for its __file__
             raise AttributeError(name)
-        return getattr(importlib.import_module(MOVED[self.__name__]), name)
+        target = MOVED[self.__name__]
+        return getattr(importlib.import_module(target), name) if target else _Forgotten
+
+
+class _Forgotten:
+    """An object of a pickle that nothing reads any more."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep nothing of it."""
 
 
 def _quiet_the_command() -> None:

@@ -129,8 +129,8 @@ class PackedLinear(nn.Linear):
         return {name: value for name, value in vars(self).items() if name not in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _remember(self)
+        super().__setstate__({name: value for name, value in state.items() if name != "_parent"})  # type: ignore[no-untyped-call]
+        _remember(self)  # "_parent": of pickles until November 2026
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

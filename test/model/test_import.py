@@ -74,7 +74,7 @@ def test_in_python_the_lines_of_torch_stay() -> None:
     assert _once().filters == [0, 0]
 
 
-@pytest.mark.parametrize("old", sorted(MOVED))
+@pytest.mark.parametrize("old", sorted(old for old, new in MOVED.items() if new))
 def test_modules_that_moved_import_by_their_old_name(old: str) -> None:
     """Attributes are the same objects, so classes pickled under the old name load."""
     alias, module = importlib.import_module(old), importlib.import_module(MOVED[old])

@@ -14,6 +14,7 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
 import aoquant
 from aoquant import NVFP4WeightConfig, QATConfig, backend, explain, ops, quantize_
+from aoquant.formats import tiles
 from aoquant.ops import Request, codec, router
 from aoquant.ops.router import Backend
 from aoquant.tools.explain import Routes
@@ -141,8 +142,9 @@ def test_backends_that_read_codes_make_no_values_of_the_weight(monkeypatch: pyte
     fmt = aoquant.get_format(name)
     x, w = (fmt.encode(torch.randn(n, 64).bfloat16()) for n in (3, 32))
     decoded = []
-    real = codec.decode
-    monkeypatch.setattr(codec, "decode", lambda *a, **k: decoded.append(a) or real(*a, **k))
+    for module in (codec, tiles):
+        real = module.decode
+        monkeypatch.setattr(module, "decode", lambda *a, real=real, **k: decoded.append(a) or real(*a, **k))
     request = Request(contract, fmt, fmt, torch.device("cpu"), torch.bfloat16, 3, 32, 64)
     runs = next(b for b, said in explain(request) if said == "runs")
     scaled_mm(x, w, None, name, name, contract, [3], torch.bfloat16)
