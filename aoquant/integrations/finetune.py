@@ -55,7 +55,12 @@ def finetune(
             share out evenly.
         KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
     """
-    check(loss, teacher, steps, blocks_BT)
+    if loss not in LOSSES or (loss == "kl" and teacher is None):
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
+    if steps < 1 or blocks_BT.shape[0] == 0:
+        raise ValueError(
+            f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
+        )
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
     check_batch(batch_size, size)
     trained = shard(copy.deepcopy(model)) if shared else model
@@ -99,16 +104,6 @@ def finetune(
     model.eval()
     found: list[float] = losses.tolist()
     return found
-
-
-def check(loss: str, teacher: PreTrainedModel | None, steps: int, blocks_BT: Tensor) -> None:
-    """Raise ValueError for an unknown loss, "kl" without a teacher, no steps, or no blocks."""
-    if loss not in LOSSES or (loss == "kl" and teacher is None):
-        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
-    if steps < 1 or blocks_BT.shape[0] == 0:
-        raise ValueError(
-            f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
-        )
 
 
 def check_batch(batch_size: int, ranks: int) -> None:

@@ -23,11 +23,12 @@ from aoquant import _register
 from aoquant._messages import check_path
 from aoquant.config import PackedWeightConfig
 from aoquant.layers.experts import stacks_of
-from aoquant.layers.kinds import is_layer, is_linear, kind_of, matrix_of
+from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
 from aoquant.layers.qat import PreparedModule
 from aoquant.parallel import fsdp
 from aoquant.planning.choose import key_of
 from aoquant.quantize import config_of, packed_config
+from aoquant.report.measure import weight_of
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ try:
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import FqnToConfig
-    from torchao.utils import TorchAOBaseTensor
     from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
@@ -235,7 +235,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
         )
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
-    configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if _is_quantised(m)}
+    configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if is_packed(weight_of(m))}
     stacks = _stack_configs(model)
     configs |= stacks
     if not configs:
@@ -244,8 +244,8 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
             "checkpoint"
         )
     _check_tie(model)
-    left_out = [fqn for fqn, m in model.named_modules() if is_layer(m) and not _is_quantised(m)]
-    embeds = any(isinstance(m, nn.Embedding) and _is_quantised(m) for m in model.modules())
+    left_out = [fqn for fqn, m in model.named_modules() if is_layer(m) and not is_packed(weight_of(m))]
+    embeds = any(isinstance(m, nn.Embedding) and is_packed(weight_of(m)) for m in model.modules())
     if not embeds:
         left_out = [fqn for fqn in left_out if is_linear(model.get_submodule(fqn))]
     one, *others = configs.values()
@@ -291,9 +291,9 @@ def _check_tie(model: PreTrainedModel) -> None:
     head, embedding = model.get_output_embeddings(), input_embeddings(model)
     if head is None or embedding is None or not getattr(model.config, "tie_word_embeddings", False):
         return
-    if head.weight is not embedding.weight and (_is_quantised(head) or _is_quantised(embedding)):
+    if head.weight is not embedding.weight and (is_packed(weight_of(head)) or is_packed(weight_of(embedding))):
         raise ValueError(
-            f"the {'output head' if _is_quantised(head) else 'input embedding'} is quantised by itself, and the "
+            f"the {'output head' if is_packed(weight_of(head)) else 'input embedding'} is quantised by itself, and the "
             "model's config ties it "
             "to the other, so no loader could rebuild both: quantise both together while they are tied, or set "
             "model.config.tie_word_embeddings = False to save them apart"
@@ -321,10 +321,6 @@ def _check_storable(fqn: str, weight: Any) -> None:
             "checkpoint folder can hold it: use aoquant's own config instead, for static activations such as "
             "Int8WeightConfig(activation='int8-tensor-static'), or torch.save(model.state_dict())"
         )
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "weight", None), TorchAOBaseTensor)
 
 
 def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,6 +35,7 @@ from aoquant.integrations.job.models import (
     model_bytes,
     prepare,
     probe,
+    why_not_run,
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
@@ -49,7 +49,6 @@ from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
 from aoquant.recipes import mixed
 from aoquant.report import report, verify
-from aoquant.tools.doctor import MISSING_KERNEL
 
 FLOAT, TUNED, PTQ, PREPARED, CONVERTED = "float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"
 Score = Callable[[PreTrainedModel], Perplexity]
@@ -196,18 +195,12 @@ def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
     Where its kernel does not run on this machine the prepared model is scored, which computes the same, and the note
     says so.
     """
-    own = all(
-        isinstance(m.prepared.config.base_config, WeightConfig) for m in prepared.modules() if isinstance(m, QATLayer)
-    )
     deployed = copy.deepcopy(prepared)
     convert(deployed)
-    try:
-        deployed(input_ids=torch.zeros(1, 8, dtype=torch.long, device=prepared.device))
-    except MISSING_KERNEL as error:
-        if own:
-            raise  # our own tensor runs everywhere
-        reason = str(error).splitlines()[0]
-        note = f"its kernel does not run here ({reason}); scored as prepared"
+    layers = [m for m in prepared.modules() if isinstance(m, QATLayer)]
+    own = all(isinstance(m.prepared.config.base_config, WeightConfig) for m in layers)  # which runs everywhere
+    if not own and (reason := why_not_run(deployed)):
+        note = f"its kernel does not run here ({reason.splitlines()[0]}); scored as prepared"
         return Stage(PTQ, score(prepared), model_bytes(deployed), note)
     return Stage(PTQ, score(deployed), model_bytes(deployed))
 

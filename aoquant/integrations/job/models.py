@@ -78,11 +78,18 @@ def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerB
 
 
 def probe(model: PreTrainedModel) -> None:
-    """Run eight tokens; raises ValueError when a deployed layer's kernel is missing on this machine."""
+    """Run eight tokens. Raises ValueError: a deployed layer's kernel is missing on this machine."""
+    if reason := why_not_run(model):
+        raise ValueError(f"a layer's kernel does not run on this machine (see `aoquant doctor`): {reason}")
+
+
+def why_not_run(model: PreTrainedModel) -> str:
+    """Return why a kernel of a deployed layer does not run here, by running eight tokens; "" where all run."""
     try:
         model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=model.device))
     except MISSING_KERNEL as error:
-        raise ValueError(f"a layer's kernel does not run on this machine (see `aoquant doctor`): {error}") from None
+        return str(error) or type(error).__name__
+    return ""
 
 
 def model_bytes(model: nn.Module) -> int:
