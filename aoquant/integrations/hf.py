@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,28 +142,38 @@ def load_pretrained(
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
     check_path(directory, "directory", "a checkpoint folder")
-    method = checkpoint.method(Path(directory))
-    if method in _READERS:
-        reader: Any = import_module(_READERS[method])
-        try:
-            read = nullcontext() if verify_checksums else checksums.not_verified()
-            with read, checkpoint.understood(Path(directory)):
-                loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
-        except ValueError as error:
-            _check_class(Path(directory), model_class, error)
-            raise
+    folder = Path(directory)
+    if reader := _READERS.get(checkpoint.method(folder) or ""):
+        with _loading(folder, model_class, verify_checksums):
+            loaded: PreTrainedModel = import_module(reader).load(folder, model_class, **kwargs)
         return loaded
-    quantised = checkpoint.check(Path(directory))
+    quantised = checkpoint.check(folder)
     if verify_checksums:
-        checksums.verify_configs(checkpoint.files(Path(directory)))
-    own_code = {} if "trust_remote_code" in kwargs else {"trust_remote_code": False}  # else transformers asks
+        checksums.verify_configs(checkpoint.files(folder))
+    kwargs = {"trust_remote_code": False, **kwargs}  # else transformers asks
+    with _loading(folder, model_class, verify_checksums):
+        model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+        if problems := _misfits(model, info, quantised):
+            raise ValueError(
+                f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model "
+                "class that saved it"
+            )
+    return model
+
+
+@contextmanager
+def _loading(folder: Path, model_class: Any, verify_checksums: bool) -> Iterator[None]:
+    """Name the folder, and the class that was saved where it is another one, in what loading raises."""
     try:
-        read = nullcontext() if verify_checksums else checksums.not_verified()
-        with read, checkpoint.understood(Path(directory)):
-            model, info = model_class.from_pretrained(directory, output_loading_info=True, **own_code, **kwargs)
+        with nullcontext() if verify_checksums else checksums.not_verified(), checkpoint.understood(folder):
+            yield
     except (ValueError, RuntimeError) as error:
-        _check_class(Path(directory), model_class, error)
+        _check_class(folder, model_class, error)
         raise
+
+
+def _misfits(model: nn.Module, info: Mapping[str, Any], quantised: Mapping[str, str]) -> list[str]:
+    """Return how a loaded model differs from its checkpoint. quantised: classes of tensors by name."""
     problems = [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}" for kind, found in info.items() if found]
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name, kind in quantised.items():
@@ -171,19 +181,11 @@ def load_pretrained(
             problems.append(f"{name} is stored as {kind} and loaded as {type(weights.get(name)).__name__}")
     with torch.device("meta"):  # HF compares no shapes once a quantizer is there
         expected = _shapes(type(model)(model.config), quantised)
-    problems += [
+    return problems + [
         f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name])} in the model"
         for name, w in weights.items()
         if w.shape != expected[name]
     ]
-    if problems:
-        misfit = ValueError(
-            f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model "
-            "class that saved it"
-        )
-        _check_class(Path(directory), model_class, misfit)
-        raise misfit
-    return model
 
 
 def _shapes(model: nn.Module, quantised: Collection[str]) -> dict[str, torch.Size]:

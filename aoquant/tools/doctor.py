@@ -34,45 +34,41 @@ MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedErr
 
 
 class _Known(NamedTuple):
-    """A package that aoquant uses. distributions: names on the package index. module: what is imported of it."""
+    """A package that aoquant uses. module: what is imported of it. distributions: names on the package index. Both are
+    its own name by default.
+    """
 
-    distributions: tuple[str, ...]
-    module: str
     serves: str
     get: str
+    module: str = ""
+    distributions: tuple[str, ...] = ()
 
 
 _PACKAGES = {
-    "torch": _Known(("torch",), "torch", "everything; fp8 and int8 GEMMs", "pip install torch"),
+    "torch": _Known("everything; fp8 and int8 GEMMs", "pip install torch"),
     "torchao": _Known(
-        ("torchao",),
-        "torchao",
         f"its configs and tensors, exact with torchao {', '.join(PROVED)}; checkpoints",
         f"pip install torchao=={PROVED[-1]}.*",
     ),
-    "triton": _Known(
-        ("triton",), "triton", "aoquant's GPU kernels; torchao's fp8 blocks", "with torch's CUDA build for Linux"
-    ),
+    "triton": _Known("aoquant's GPU kernels; torchao's fp8 blocks", "with torch's CUDA build for Linux"),
     "mslk": _Known(
-        ("mslk-cuda", "mslk"),
-        "mslk.gemm",
         "torchao's int4 and MSLK fp8 layers, on Hopper",
         "pip install mslk-cuda (mslk is an empty package)",
+        "mslk.gemm",
+        ("mslk-cuda", "mslk"),
     ),
     "fbgemm-gpu": _Known(
-        ("fbgemm-gpu-genai",),
-        "fbgemm_gpu.experimental.gen_ai",
         "the same operators as mslk, under their earlier name",
         "pip install fbgemm-gpu-genai",
+        "fbgemm_gpu.experimental.gen_ai",
+        ("fbgemm-gpu-genai",),
     ),
     "qutlass": _Known(
-        ("qutlass",),
-        "qutlass",
         "MXFP4 and NVFP4 layers with quantised activations, on Blackwell",
         "build it from its repository (the package index has an empty 0.0.0)",
     ),
-    "transformers": _Known(("transformers",), "transformers", "models and checkpoints", "pip install 'aoquant[hf]'"),
-    "lm-eval": _Known(("lm_eval",), "lm_eval", "aoquant eval", "pip install 'aoquant[eval]'"),
+    "transformers": _Known("models and checkpoints", "pip install 'aoquant[hf]'"),
+    "lm-eval": _Known("aoquant eval", "pip install 'aoquant[eval]'", "lm_eval", ("lm_eval",)),
 }
 # What a kernel package exports where it is more than a name on the package index.
 _KERNELS = {"qutlass": "matmul_nvf4_bf16_tn"}
@@ -101,12 +97,13 @@ def packages() -> list[Package]:
 
 def _found(name: str, known: _Known) -> tuple[str, str]:
     """Return whether a package can be used, or why not, and its version."""
-    version = next(filter(None, map(_version, known.distributions)), "-")
+    version = next(filter(None, map(_version, known.distributions or (name,))), "-")
+    path = known.module or name
     try:
-        module = importlib.import_module(known.module) if name in _KERNELS else importlib.util.find_spec(known.module)
+        module = importlib.import_module(path) if name in _KERNELS else importlib.util.find_spec(path)
     except Exception as error:  # a package of binaries fails to import in any way it likes
         absent = version == "-" and isinstance(error, ModuleNotFoundError)
-        return ("no" if absent else f"no: {known.module} cannot be imported ({type(error).__name__})"), version
+        return ("no" if absent else f"no: {path} cannot be imported ({type(error).__name__})"), version
     if module is None or (name in _KERNELS and not hasattr(module, _KERNELS[name])):
         return ("no" if version == "-" else "no: what is installed has no kernels"), version
     return "yes", version
