@@ -49,8 +49,9 @@ def check(directory: Path) -> dict[str, str]:
                 "another library, or without a quantizer; write it with aoquant.save_pretrained"
             )
         stored |= inside.keys()
-        tensors |= _described(path, described)
-        _check_parts(path, described, inside)
+        found = _described(path, described)
+        _check_parts(path, found, inside)
+        tensors |= found
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
     if lost := _lost(wanted, stored - tensors.keys()):
@@ -103,13 +104,12 @@ def _described(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _check_parts(path: Path, metadata: dict[str, str], inside: Mapping[str, StoredTensor]) -> None:
+def _check_parts(path: Path, tensors: Mapping[str, Any], inside: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError for a quantised tensor whose parts do not fit, by their shapes and dtypes in a file's header.
 
     Tensors with parts in another file, or under names that transformers changes, are checked when they are built.
     """
-    for name in json.loads(metadata["tensor_names"]):
-        described = json.loads(metadata[name])
+    for name, described in tensors.items():
         if described["_type"] == "Tensor":
             continue
         places = {part: inside.get(_part(name, part)) for part in described["_tensor_data_names"]}

@@ -103,6 +103,10 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
     Raises:
         ValueError: a layer cannot take its recipe, a name matches no layer, or --strict is not met.
     """
+
+    def make(recipe: Recipe) -> QATConfig:
+        return recipe.prepare(seed=o.seed)
+
     layers = list(o.layers)
     if o.embeddings:
         named = {entry.rpartition("=")[0] or entry for entry in layers} | set(o.skip)
@@ -111,7 +115,7 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
             fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)
         )
         layers += [f"{fqn}={o.recipe}" for fqn in wanted if fqn not in named]
-    config = mixed(o.recipe, layers, o.skip, make=lambda recipe: _training(recipe, o))
+    config = mixed(o.recipe, layers, o.skip, make=make)
     found = checked_plan(model, config, skip_incompatible=o.skip_incompatible)
     skipped = {**found.skipped, **_read_directly(model, found, o)}
     if o.strict and (left := coverage.after(model, found).unexpected):
@@ -122,7 +126,7 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
     if skipped:
         names = [name for label in skipped for name in label.split(", ")]
         layers = [entry for entry in layers if (entry.rpartition("=")[0] or entry) not in names]
-        config = mixed(o.recipe, layers, [*o.skip, *names], make=lambda recipe: _training(recipe, o))
+        config = mixed(o.recipe, layers, [*o.skip, *names], make=make)
     return config, skipped
 
 
@@ -172,7 +176,3 @@ def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int) -
 def convert(model: nn.Module) -> None:
     """Convert every prepared layer to what it was prepared for."""
     quantize_(model, QATConfig(step="convert"))
-
-
-def _training(recipe: Recipe, o: Options) -> QATConfig:
-    return recipe.prepare(seed=o.seed)

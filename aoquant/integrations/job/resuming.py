@@ -148,15 +148,11 @@ def _command(o: Options) -> dict[str, Any]:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """How two commands differ, in words."""
-    found = []
-    for name in sorted(before.keys() | now.keys()):
-        a, b = before.get(name), now.get(name)
-        if a != b:
-            if name == "input files":
-                found.append("input files have changed")
-            else:
-                found.append(f"{name} was {a} and is {b}")
-    return found
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return [
+        "input files have changed" if name == "input files" else f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in names
+    ]
 
 
 def _file_name(stage: str) -> str:
