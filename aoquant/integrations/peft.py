@@ -16,13 +16,13 @@ from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import Tensor, nn
+from torch import nn
 
 from aoquant._messages import AoquantWarning
 from aoquant.integrations import peft_gradients
 from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
-from aoquant.layers import held
 from aoquant.layers.kinds import is_packed, kind_of
+from aoquant.layers.learned_scales import learned_scales
 from aoquant.layers.qat import PreparedModule, QATLayer, QATLinear
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.quantize import config_of
@@ -44,7 +44,7 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(inject)
     def inject_adapter(tuner: BaseTuner, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        learned = _trained_scales(model)
+        learned = {name: scale for name, scale in learned_scales(model).items() if scale.requires_grad}
         with _only_lora(tuner), _named(model):
             inject(tuner, model, *args, **kwargs)
         peft_gradients.mend(model)
@@ -65,13 +65,6 @@ def install(module: ModuleType) -> None:
         wrap(self, module_to_save, adapter_name, **kwargs)
 
     AuxiliaryTrainingWrapper.__init__ = __init__
-
-
-def _trained_scales(model: nn.Module) -> dict[str, Tensor]:
-    """The learned scales of prepared layers that are trained, by name."""
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QATLayer)]
-    scales = {f"{name}.{part}": getattr(m, part) for name, m in layers for part in held.names(m)}
-    return {name: scale for name, scale in scales.items() if scale.requires_grad}
 
 
 _names: dict[int, str] = {}  # of a model's modules, by id, while adapters are added to it
