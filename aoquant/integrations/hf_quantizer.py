@@ -28,6 +28,7 @@ from aoquant.layers.experts import is_transposed, stacked_names
 from aoquant.layers.packed import adopt
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
+_PACKED = ("PackedTensor", "PackedExperts")
 
 
 def install(auto: ModuleType) -> None:
@@ -93,7 +94,7 @@ class Quantizer(TorchAoHfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, *args, **kwargs)
         # before anything is built: transformers only logs what building raises
-        check_classes(model, _in_metadata(getattr(self, "metadata", {})))
+        _check_classes(model, getattr(self, "metadata", {}))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model = super()._process_model_after_weight_loading(model, **kwargs)
@@ -106,21 +107,22 @@ class Quantizer(TorchAoHfQuantizer):
         return model
 
 
-def check_classes(model: nn.Module, found: dict[str, tuple[str, bool]]) -> None:
+def _check_classes(model: nn.Module, metadata: dict[str, str]) -> None:
     """Raise ValueError for packed experts in a layer, for a layer's packed weight in experts, and for experts that are
-    turned round.
+    turned round. Names that the model lacks are left out.
 
     A file's metadata says which class a weight gets, and without checksums anyone may have changed it. The shapes may
     agree all the same.
-
-    found: the class of each packed weight, and whether it is (E, K, N); names that the model lacks are left out.
     """
+    if not is_metadata_torchao(metadata):
+        return
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, packed in found.items():
-        owner, _, own = name.rpartition(".")
+    for name in json.loads(metadata["tensor_names"]):
+        described, (owner, _, own) = json.loads(metadata[name]), name.rpartition(".")
         module = modules.get(owner)
-        if module is None or own not in module._parameters:
+        if module is None or own not in module._parameters or described["_type"] not in _PACKED:
             continue
+        packed = described["_type"], described["_data"].get("transposed", False)
         stacked = own in stacked_names(module)
         wanted = ("PackedExperts", is_transposed(module)) if stacked else ("PackedTensor", False)
         if packed != wanted:
@@ -133,15 +135,6 @@ def check_classes(model: nn.Module, found: dict[str, tuple[str, bool]]) -> None:
 def _described(cls: str, transposed: bool) -> str:
     """Name a class of packed weights and the way round that it is stored."""
     return f"{cls}{' (E, K, N)' if transposed else ''}"
-
-
-def _in_metadata(metadata: dict[str, str]) -> dict[str, tuple[str, bool]]:
-    """The classes that files' metadata names, for `check_classes`."""
-    if not is_metadata_torchao(metadata):
-        return {}
-    described = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
-    packed = {name: d for name, d in described.items() if d["_type"] in ("PackedTensor", "PackedExperts")}
-    return {name: (d["_type"], d["_data"].get("transposed", False)) for name, d in packed.items()}
 
 
 class Rebuild(TorchAoDeserialize):
