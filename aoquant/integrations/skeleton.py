@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,13 @@ def build(
     layers, packed = list[Source](), dict[Hashable, nn.Parameter]()
     planned = ptq_plan(model, config, skip_incompatible=skip_incompatible)
     for stack in planned.experts:
-        layers.append(_stack(stack, model, stored, tied))
+        layers.append(_source(stack, model, stored, tied))
     for stack in planned.experts:
         stacks.apply(stack)
     for change in planned.layers:
         weight = change.module.weight
         if identity(weight) not in packed:
-            layers.append(_layer(change, model, stored, tied))
+            layers.append(_source(change, model, stored, tied))
         apply(change, packed)
     hf.attach(model)
 
@@ -152,11 +152,19 @@ def build(
     return Skeleton(model, files, header, index, layers, parts, copies, twins, *left)
 
 
-def _layer(
+def _source(
     change: Change, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Source:
-    weight = change.module.weight
+    """Return where a layer's weight, or stacked experts, are read from."""
+    weight = change.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    if change.layer is None:
+        count, pieces = len(weight), pieces_of(model, names[0])
+        homes = [(p.expert, _home(p.name, stored, tied)) for p in pieces]
+        split = [[found for e, found in homes if found and e == expert] for expert in range(count)]
+        whole = None if pieces else _home(stored_name(model, names[0]), stored, tied)
+        assert pieces or whole is not None  # `_check_keys` has seen them all
+        return Source(change, names, whole or split, weight.dtype, count)
     origin = revert_weight_conversion(model, {names[0]: weight})
     found = _home(next(iter(origin)), stored, tied)
     if len(origin) > 1 or found is None or found.shape != weight.shape:
@@ -165,22 +173,6 @@ def _layer(
             "leave it out, or load the model whole and use aoquant.quantize_"
         )
     return Source(change, names, found, weight.dtype)
-
-
-def _stack(
-    change: Change, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
-) -> Source:
-    weight = change.weight
-    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
-    pieces, count = pieces_of(model, names[0]), len(weight)
-    sources: Sequence[Sequence[StoredTensor]] | StoredTensor | None
-    if pieces:
-        found = [_home(p.name, stored, tied) for p in pieces]
-        sources = [[f for f, p in zip(found, pieces, strict=True) if f and p.expert == e] for e in range(count)]
-    else:
-        sources = _home(stored_name(model, names[0]), stored, tied)
-    assert sources is not None  # `_check_keys` has seen them all
-    return Source(change, names, sources, weight.dtype, count)
 
 
 def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:

@@ -56,8 +56,7 @@ class Source:
 
     def rebuilt(self) -> type[Tensor]:
         """Return the class of the tensor that loaders make."""
-        weight = self.change.weight
-        return type(weight.data)
+        return type(self.change.weight.data)
 
     @torch.no_grad()
     def encode(self, unit: int | None, device: torch.device | str) -> dict[str, Tensor]:
