@@ -197,7 +197,7 @@ def _remove_unheld(partial: Path, lock: Path) -> None:
 
 
 def _names(staged: Path) -> list[str]:
-    """The files of a staged checkpoint, relative to its folder."""
+    """Return the files of a staged checkpoint, relative to its folder."""
     return sorted(
         str(path.relative_to(staged))
         for path in staged.rglob("*")

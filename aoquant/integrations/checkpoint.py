@@ -32,7 +32,7 @@ NO_MODEL = (OSError, RuntimeError, StrictDataclassError, *MALFORMED)  # what a c
 
 
 def check(directory: Path) -> dict[str, str]:
-    """The quantised parameters of a checkpoint, each with the name of its tensor subclass.
+    """Return the quantised parameters of a checkpoint, each with the name of its tensor subclass.
 
     Raises:
         ValueError: the folder holds no complete quantised checkpoint that this version can read.
@@ -65,7 +65,7 @@ def check(directory: Path) -> dict[str, str]:
 
 
 def method(directory: Path) -> str | None:
-    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no
+    """Return the library whose layout the folder's config.json names; None for a float checkpoint, or where there is no
     config.json.
     """
     if not (directory / "config.json").is_file():
@@ -75,7 +75,7 @@ def method(directory: Path) -> str | None:
 
 
 def _quantization(directory: Path) -> dict[str, Any] | None:
-    """The quantisation config of config.json; None for a float checkpoint."""
+    """Return the quantisation config of config.json; None for a float checkpoint."""
     path = directory / "config.json"
     found: dict[str, Any] | None = read_json(path).get("quantization_config")
     if found is not None and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
@@ -91,7 +91,7 @@ def _is_torchao(metadata: dict[str, str]) -> bool:
 
 
 def _described(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """The descriptions of a file's tensors, by name: the class, and the parts of a tensor subclass."""
+    """Return the descriptions of a file's tensors, by name: the class, and the parts of a tensor subclass."""
     try:
         found = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
         for name, t in found.items():
@@ -152,7 +152,7 @@ def check_shard_size(size: int | str) -> None:
 
 
 def some(names: list[str]) -> str:
-    """A few names and how many more, for messages."""
+    """Return a few names and how many more, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -194,7 +194,7 @@ def _check_config(directory: Path) -> None:
 
 
 def files(directory: Path) -> list[Path]:
-    """The safetensors files, all there, each with the tensors that the index promises."""
+    """Return the safetensors files, all there, each with the tensors that the index promises."""
     single, index = directory / SINGLE, directory / INDEX
     if (staged := _staged(directory)) is not None:
         single, index = (staged, directory) if staged.suffix == ".safetensors" else (directory, staged)
@@ -220,7 +220,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def _staged(directory: Path) -> Path | None:
-    """The weights of a save that was committed and not finished (see `atomic.py`), or of another name."""
+    """Return the weights of a save that was committed and not finished (see `atomic.py`), or of another name."""
     if not (directory / "config.json").is_file():
         return None
     pointer = read_json(directory / "config.json").get(POINTER)
@@ -234,7 +234,7 @@ def _staged(directory: Path) -> Path | None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, by the names in an index.
+    """Return the file of every tensor, by the names in an index.
 
     The names themselves have to stay in the folder. Where they lead does not matter: in the hub's cache each file is a
     link to another folder.
@@ -250,7 +250,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def side_files(folder: Path, weights: re.Pattern[str]) -> list[Path]:
-    """The files of a model's folder that are copied beside other weights. weights: names of those that are not.
+    """Return the files of a model's folder that are copied beside other weights. weights: names of those that are not.
 
     Raises:
         ValueError: one is a link out of the folder, and a copy would publish what it leads to. Links of the hub's

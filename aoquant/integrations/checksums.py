@@ -44,17 +44,17 @@ def not_verified() -> Iterator[None]:
 
 
 def start(dtype: torch.dtype, shape: Iterable[int]) -> int:
-    """The checksum of a tensor before its first byte: of its dtype and shape."""
+    """Return the checksum of a tensor before its first byte: of its dtype and shape."""
     return zlib.crc32(f"{dtype_name(dtype)} {list(shape)}".encode())
 
 
 def extend(checksum: int, values: Tensor) -> int:
-    """The checksum after further values of the tensor, in row-major order."""
+    """Return the checksum after further values of the tensor, in row-major order."""
     return zlib.crc32(raw_bytes(values), checksum)
 
 
 def table(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The entry for a file's metadata. tensors: by their names in the file; those on meta get a placeholder.
+    """Return the entry for a file's metadata. tensors: by their names in the file; those on meta get a placeholder.
 
     The result has the same length for the same names, so a placeholder can be overwritten in a file.
     """
@@ -67,7 +67,7 @@ def table(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def encoded(checksums: Mapping[str, int], metadata: Mapping[str, str]) -> str:
-    """The entry for a file's metadata, of checksums that are known."""
+    """Return the entry for a file's metadata, of checksums that are known."""
     every = {**checksums, _METADATA: _of_metadata(metadata)}
     return json.dumps({name: f"{every[name]:08x}" for name in sorted(every)}, separators=(",", ":"))
 
@@ -163,7 +163,7 @@ def verify_configs(paths: Iterable[Path]) -> None:
 
 
 def identity(path: Path) -> str:
-    """A checksum of everything in a safetensors file: of its header where that has checksums of the tensors."""
+    """Return a checksum of everything in a safetensors file: of its header where that has checksums of the tensors."""
     metadata, tensors = header(path)
     found = zlib.crc32(json.dumps([path.stat().st_size, sorted(metadata.items())]).encode())
     if KEY not in metadata:
@@ -194,7 +194,7 @@ def verify_unless_told(paths: Iterable[Path], *, configs: bool = False) -> None:
 
 
 def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    """The checksums in a header, when those of the header itself hold; none where another library wrote it."""
+    """Return the checksums in a header, when those of the header itself hold; none where another library wrote it."""
     if KEY not in metadata and not any(f'"{_METADATA}":"' in text for text in metadata.values()):
         return {}
     try:

@@ -42,7 +42,7 @@ class QATConv1D(QATLinear, Conv1D):
         return super().forward(x)
 
     def matrix(self) -> Tensor:
-        """The weight as (N, K), copied: encoders read rows. Autograd keeps the copy from forward to backward."""
+        """Return the weight as (N, K), copied: encoders read rows. Autograd keeps the copy from forward to backward."""
         if isinstance(self.weight, DTensor):
             raise ValueError(
                 "Conv1D under tensor parallelism is not supported: leave it out of the plan, or out of prepare"

@@ -189,7 +189,7 @@ def _misfits(model: nn.Module, info: Mapping[str, Any], quantised: Mapping[str, 
 
 
 def _shapes(model: nn.Module, quantised: Collection[str]) -> dict[str, torch.Size]:
-    """The shapes of a model's parameters, those of `quantised` weights as (N, K)."""
+    """Return the shapes of a model's parameters, those of `quantised` weights as (N, K)."""
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     for fqn, module in model.named_modules(remove_duplicate=False):
         kind = kind_of(module)
@@ -268,7 +268,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
 
 
 def _stack_configs(model: nn.Module) -> dict[str, Any]:
-    """The PTQ config of every packed parameter of stacked experts, by the parameter's name."""
+    """Return the PTQ config of every packed parameter of stacked experts, by the parameter's name."""
     return {
         f"{fqn}.{name}" if fqn else name: packed_config(weight)
         for fqn, module in model.named_modules()
@@ -326,7 +326,7 @@ def _check_storable(fqn: str, weight: Any) -> None:
 
 
 def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
-    """The PTQ config that makes this layer's weight."""
+    """Return the PTQ config that makes this layer's weight."""
     weight: Any = module.weight
     _check_storable(fqn, weight)
     config = config_of(module)

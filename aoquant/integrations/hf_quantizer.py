@@ -68,7 +68,7 @@ class Quantizer(TorchAoHfQuantizer):
         return conversions
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The content of a checkpoint: plain tensors, and each file's metadata with the checksums.
+        """Return the content of a checkpoint: plain tensors, and each file's metadata with the checksums.
 
         A model with offloaded weights gets no checksums: their values are not here to be read.
         """
@@ -83,7 +83,7 @@ class Quantizer(TorchAoHfQuantizer):
         return flat, metadata
 
     def _as_written(self, model: Any, flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors under their names in the files, as transformers' save_pretrained makes them."""
+        """Return the tensors under their names in the files, as transformers' save_pretrained makes them."""
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -155,7 +155,7 @@ class NotedConfig(TorchAoConfig):
 
 
 def rebuildable(metadata: dict[str, str]) -> dict[str, str]:
-    """A file's metadata with the names that torchao can take apart: it splits each at its last dot.
+    """Return a file's metadata with the names that torchao can take apart: it splits each at its last dot.
 
     Parameters and buffers of the model itself, such as BART's final_logits_bias, have no dot. They are plain tensors,
     which nobody has to rebuild; their own entries stay.
@@ -167,7 +167,7 @@ def rebuildable(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def needs_aoquant(config: Any) -> bool:
-    """Whether a TorchAoConfig holds configs of aoquant's, which cannot be read without it."""
+    """Return whether a TorchAoConfig holds configs of aoquant's, which cannot be read without it."""
     base = config.quant_type
     every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
     return any(isinstance(c, WeightConfig) for c in every)

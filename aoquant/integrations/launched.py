@@ -31,11 +31,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this one prints and writes."""
+        """Return whether this one prints and writes."""
         return self.rank == 0
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on rank 0, on every rank; what it returns must pickle. A collective.
+        """Return what `compute` returns on rank 0, on every rank; what it returns must pickle. A collective.
 
         Raises:
             ValueError: as raised on rank 0, there; the other ranks end with status 2 in silence.
@@ -58,7 +58,7 @@ class Ranks:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0 of what launched it, before and after `joined` too."""
+    """Return whether this process is rank 0 of what launched it, before and after `joined` too."""
     return os.environ.get("RANK", "0") == "0"
 
 

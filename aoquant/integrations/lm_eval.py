@@ -171,7 +171,7 @@ def _of_lm_eval() -> Path:
 
 
 def _load(task: str, include: Path) -> Any:
-    """A task of the folder `include`, with its pages. One folder: reading all of lm-eval's takes 12 s."""
+    """Return a task of the folder `include`, with its pages. One folder: reading all of lm-eval's takes 12 s."""
     try:
         return TaskManager(include_path=include, include_defaults=False).load([task])
     except OSError as error:
@@ -223,7 +223,7 @@ class _LM(huggingface.HFLM):
 
 
 def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
-    """The window that `evaluate` takes: by default the model's positions.
+    """Return the window that `evaluate` takes: by default the model's positions.
 
     Raises:
         ValueError: the model or its tokenizer cannot be scored, or the window is missing or too long.
@@ -243,7 +243,7 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
 
 
 def positions(model: nn.Module) -> int:
-    """The longest sequence that the model's config allows, in tokens; 0 where it names no limit."""
+    """Return the longest sequence that the model's config allows, in tokens; 0 where it names no limit."""
     found: int = resolve_max_length(model.config, default=0)
     return found
 

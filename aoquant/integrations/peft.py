@@ -144,7 +144,7 @@ def _only_lora(tuner: BaseTuner) -> Iterator[None]:
 
 
 def _said_otherwise(config: Any) -> str:
-    """The end of an advice: peft makes target_parameters of target_modules that mean experts."""
+    """Return the end of an advice: peft makes target_parameters of target_modules that mean experts."""
     others = config.target_modules
     if not others or isinstance(others, str):
         return ""
@@ -154,7 +154,7 @@ def _said_otherwise(config: Any) -> str:
 
 
 def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
-    """The LoRA layer for a layer of ours, None for any other.
+    """Return the LoRA layer for a layer of ours, None for any other.
 
     Raises:
         ValueError: an embedding of ours, or an option that has no exact meaning on a quantised layer.

@@ -43,7 +43,7 @@ class _Merging:
 
     @property
     def label(self) -> str:
-        """The name of what is adapted, for errors."""
+        """Return the name of what is adapted, for errors."""
         raise NotImplementedError
 
     def adapted(self) -> Tensor:

@@ -15,7 +15,7 @@ from aoquant.planning.plan import Plan, plan
 
 
 def checked_plan(model: nn.Module, config: Any, *, skip_incompatible: bool = False) -> Plan:
-    """The plan of `quantize_`.
+    """Return the plan of `quantize_`.
 
     Raises:
         ValueError: a layer cannot take its config (unless skip_incompatible), or a name or pattern matches no layer.

@@ -69,7 +69,7 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Return the tensor, in memory of its own."""
         return _read(self, 0, self.size).view(self.dtype).view(self.shape)
 
     def rows(self, start: int, end: int) -> Tensor:
@@ -93,14 +93,14 @@ class StoredTensor:
 
 
 def raw_bytes(values: Tensor) -> memoryview:
-    """The bytes of a tensor's values in row-major order, as a file holds them."""
+    """Return the bytes of a tensor's values in row-major order, as a file holds them."""
     if values.numel() == 0:
         return memoryview(b"")
     return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a header, such as "BF16"."""
+    """Return the name of a dtype in a header, such as "BF16"."""
     return _NAMES.get(dtype, str(dtype))
 
 
@@ -114,7 +114,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. Raises ValueError: it cannot be read, or is damaged."""
+    """Return a file's JSON object. Raises ValueError: it cannot be read, or is damaged."""
     with reading(path):
         raw = path.read_bytes()
     try:
@@ -151,7 +151,7 @@ class Header(NamedTuple):
 
 
 def header(path: Path) -> Header:
-    """The header of a file.
+    """Return the header of a file.
 
     Raises:
         ValueError: the file cannot be read, is shorter or longer than its header says, its header is no safetensors
@@ -223,5 +223,5 @@ def sort_metadata(path: Path) -> None:
 
 
 def _encoded(content: Mapping[str, object]) -> bytes:
-    """A header's JSON, in as many bytes as the safetensors library needs."""
+    """Return a header's JSON, in as many bytes as the safetensors library needs."""
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()

@@ -93,7 +93,7 @@ def build(
     *,
     skip_incompatible: bool = False,
 ) -> Skeleton:
-    """The skeleton of what `config` makes of the checkpoint in `source`, whose tensors are `stored`.
+    """Return the skeleton of what `config` makes of the checkpoint in `source`, whose tensors are `stored`.
 
     Raises:
         ValueError: as the module's docstring says.

@@ -39,12 +39,12 @@ class Piece:
 
     @property
     def module(self) -> str:
-        """The name of the linear layer that the piece would be."""
+        """Return the name of the linear layer that the piece would be."""
         return self.name.removesuffix(".weight")
 
 
 def stored_name(model: Any, name: str) -> str:
-    """The name in files of a tensor that is stored whole."""
+    """Return the name in files of a tensor that is stored whole."""
     found = revert_weight_conversion(model, {name: torch.empty(2, 2, device="meta")})
     return next(iter(found)) if len(found) == 1 else name
 
@@ -89,7 +89,7 @@ def model_names(model: Any, stored: Iterable[str], places: Iterable[str] | None 
 
 
 def pieces_of(model: Any, name: str) -> list[Piece]:
-    """The pieces in which files keep a stacked parameter, by expert and row; none where they keep it as it is.
+    """Return the pieces in which files keep a stacked parameter, by expert and row; none where they keep it as it is.
 
     Raises:
         ValueError: files keep it in another way.

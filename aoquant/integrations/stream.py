@@ -133,7 +133,7 @@ def convert_checkpoint(
 
 
 def _stored(source: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the source."""
+    """Return every tensor of the source."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}: not a model folder, it has no config.json")
     checkpoint.side_files(source, _NOT_COPIED)  # raises here, before hours of work

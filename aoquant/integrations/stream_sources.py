@@ -51,7 +51,7 @@ class Source:
 
     @property
     def units(self) -> Sequence[int | None]:
-        """The experts, or None for the one unit of a layer."""
+        """Return the experts, or None for the one unit of a layer."""
         return (None,) if self.experts is None else range(self.experts)
 
     def rebuilt(self) -> type[Tensor]:

@@ -117,7 +117,7 @@ def assets() -> Path:
 
 
 def find_pages(wikitext: Source, documents: Source) -> Path | None:
-    """The file of held-out `{"page": ...}` lines that lm-eval is to score; None for wikitext = "hub".
+    """Return the file of held-out `{"page": ...}` lines that lm-eval is to score; None for wikitext = "hub".
 
     wikitext: "hub" or a folder with test.jsonl. documents: a file. Neither: the embedded pages. Raises ValueError if
     there is no such file, or if it holds no page or an empty one, which lm-eval would score as a perfect one.

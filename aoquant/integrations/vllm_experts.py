@@ -83,7 +83,7 @@ class _Reached(Exception):
 
 
 def owner_in_files(model: Any, name: str) -> str:
-    """The name in files of an experts' module."""
+    """Return the name in files of an experts' module."""
     down = f"{name}.down_proj"
     pieces = pieces_of(model, down)
     if pieces:  # "...experts.0.w2.weight"
@@ -92,7 +92,7 @@ def owner_in_files(model: Any, name: str) -> str:
 
 
 def method_for(config: Any, layer: Any, prefix: str, outline: Outline, base: type) -> Any:
-    """The quantisation method of vLLM's experts `layer`, which it calls `prefix`; None where they stay float.
+    """Return the quantisation method of vLLM's experts `layer`, which it calls `prefix`; None where they stay float.
 
     config: an `FqnToConfig`, which names experts that are quantised. outline: of the model that is served. base: vLLM's
     FusedMoEMethodBase.

@@ -84,7 +84,7 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
 
 
 def _layers(prepared: nn.Module) -> dict[str, QATLayer]:
-    """The prepared layers, by name. Raises ValueError for sharded weights."""
+    """Return the prepared layers, by name. Raises ValueError for sharded weights."""
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
     for name, layer in layers.items():
         _refuse_sharded(name, layer.weight)
@@ -92,7 +92,7 @@ def _layers(prepared: nn.Module) -> dict[str, QATLayer]:
 
 
 def _stacks(prepared: nn.Module) -> dict[str, QATExperts]:
-    """The experts' modules, by the names of their prepared parameters. Raises ValueError for sharded ones."""
+    """Return the experts' modules, by the names of their prepared parameters. Raises ValueError for sharded ones."""
     found = dict[str, QATExperts]()
     for name, module in prepared.named_modules():
         for stack in module.stacks if isinstance(module, QATExperts) else ():
@@ -131,7 +131,7 @@ def _weights(
 
 
 def _is_state(owner: nn.Module, own: str) -> bool:
-    """Whether a tensor of a module belongs to training alone: held scales and the states of random numbers."""
+    """Return whether a tensor of a module belongs to training alone: held scales and the states of random numbers."""
     if isinstance(owner, QATExperts):
         return own in owner.states()
     return isinstance(owner, QATLayer) and own not in ("weight", "bias")
@@ -158,7 +158,7 @@ def _unread(codes: bool) -> Tensor:
 def _check(
     model: nn.Module, prepared: nn.Module, layers: Mapping[str, QATLayer], stacks: Mapping[str, QATExperts]
 ) -> torch.dtype:
-    """The dtype that the engine's packed weights stand for.
+    """Return the dtype that the engine's packed weights stand for.
 
     Raises ValueError where the engine's layer of a prepared layer's name holds another recipe. Layers that the engine's
     model names otherwise are compared when they are copied.

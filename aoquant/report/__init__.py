@@ -101,7 +101,7 @@ class Report:
         }
 
     def to_markdown(self) -> str:
-        """A table, what stays float, and a line of totals. Needs tabulate."""
+        """Return a table, what stays float, and a line of totals. Needs tabulate."""
         return render.markdown(self.rows, self.totals, self.coverage) + render.routing(self.routing)
 
     def to_csv(self) -> str:
@@ -193,7 +193,7 @@ def report(
 def verify(
     prepared: nn.Module, converted: nn.Module, batch: Any, *, min_db: float = math.inf, allow_not_run: bool = False
 ) -> Report:
-    """The report of `prepared` against `converted`, when weights and outputs of every layer reach `min_db`.
+    """Return the report of `prepared` against `converted`, when weights and outputs of every layer reach `min_db`.
 
     The default is bit equality. Where all layers that ran are bit-equal, the models' own outputs have to reach min_db
     too, and both models have to run every layer equally often. Errors of layers that are not bit-equal add up in the

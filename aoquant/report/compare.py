@@ -58,7 +58,7 @@ class Pair:
 
     @property
     def uneven(self) -> str:
-        """How often the layer's forward ran, where one model ran it more often than the other."""
+        """Return how often the layer's forward ran, where one model ran it more often than the other."""
         a, b = self.calls
         return f"its forward ran {a} time(s) in model_a and {b} in model_b" if a != b else ""
 
@@ -98,7 +98,7 @@ def why(error: Exception) -> str:
 
 
 def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
-    """Every layer that is prepared or quantised in a or in b, with the layer of the same name.
+    """Return every layer that is prepared or quantised in a or in b, with the layer of the same name.
 
     Raises:
         ValueError: there is none, or the models do not match.
@@ -133,12 +133,12 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a tuner layer of peft's."""
+    """Return whether a module is a tuner layer of peft's."""
     return hasattr(module, "base_layer") and hasattr(module, "merged")
 
 
 def _unmerged(model: nn.Module) -> str:
-    """The name of the first adapter that is not merged, or an empty string."""
+    """Return the name of the first adapter that is not merged, or an empty string."""
     return next((fqn for fqn, m in model.named_modules() if _is_adapted(m) and not m.merged), "")
 
 

@@ -51,7 +51,7 @@ def sqnr(a: Tensor, b: Tensor) -> float:
 
 
 def weight_of(module: nn.Module) -> Any:
-    """The module's weight: a tensor, of any class; None without one."""
+    """Return the module's weight: a tensor, of any class; None without one."""
     return getattr(module, "weight", None)
 
 
@@ -62,7 +62,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def recipe_of(module: nn.Module) -> LinearRecipe | None:
-    """The recipe of a layer whose numerics are aoquant's; None for a plain layer and for torchao's tensors."""
+    """Return the recipe of a layer whose numerics are aoquant's; None for a plain layer and for torchao's tensors."""
     if isinstance(module, QATLayer):
         return module.prepared.recipe
     weight = weight_of(module)
@@ -99,7 +99,7 @@ def packed_value(w: Any) -> Tensor:
 
 
 def has_value(w: Any) -> bool:
-    """Whether `packed_value` can tell the values of a packed weight."""
+    """Return whether `packed_value` can tell the values of a packed weight."""
     return type(w).__name__ == "Int4Tensor" or type(w).dequantize is not Tensor.dequantize
 
 
@@ -120,7 +120,7 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor to compare of a model's output: its logits if it has any, otherwise its first tensor."""
+    """Return the tensor to compare of a model's output: its logits if it has any, otherwise its first tensor."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()

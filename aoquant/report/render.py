@@ -46,7 +46,7 @@ def db(value: float | None) -> str:
 
 
 def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
-    """A table, what stays float, and a line of totals."""
+    """Return a table, what stays float, and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate
     measured = any(row.input_gradient_sqnr_db is not None for row in rows)
     heads = {name: head for name, head in _HEADS.items() if measured or "gradient" not in name}
@@ -64,7 +64,7 @@ def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) ->
 
 
 def routing(layers: Sequence[RouterDrift]) -> str:
-    """A paragraph on the tokens that go to other experts; nothing without layers."""
+    """Return a paragraph on the tokens that go to other experts; nothing without layers."""
     if not layers:
         return ""
     worst = max(layers, key=lambda layer: layer.changed_share)
@@ -75,7 +75,7 @@ def routing(layers: Sequence[RouterDrift]) -> str:
 
 
 def _float(coverage: Coverage) -> str:
-    """The matrices that stay float, as a list: one line for each reason."""
+    """Return the matrices that stay float, as a list: one line for each reason."""
     reasons = dict.fromkeys(w.about for w in coverage.float_weights)
     lines = [listed([w for w in coverage.float_weights if w.about == reason]) for reason in reasons]
     return "".join([" Matrices that stay float:\n", *(f"\n- {line}" for line in lines)]) if lines else ""
@@ -160,7 +160,7 @@ def bars(layers: Sequence[Row], path: Path) -> None:
 
 
 def bit_equal(layers: Sequence[Row]) -> str:
-    """A sentence that training computed what is deployed; "" where a layer differs, or holds no float weight."""
+    """Return a sentence that training computed what is deployed; "" where a layer differs, or holds no float weight."""
     found = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db)]
     ran = [r for r in layers if r.output_sqnr_db is not None]
     if not ran or any(v not in (None, math.inf) for v in found) or all(r.quantisation_db is None for r in layers):

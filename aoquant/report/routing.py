@@ -61,7 +61,7 @@ def router_drift(model_a: nn.Module, model_b: nn.Module, batch: Any) -> tuple[Ro
 
 
 def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
-    """The experts (T, top k) of each token in each call of a layer of stacked experts, by the layer's name.
+    """Return the experts (T, top k) of each token in each call of a layer of stacked experts, by the layer's name.
 
     Raises:
         ValueError: the model has no stacked experts, or their class is not called with each token's experts.
@@ -89,7 +89,7 @@ def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
 
 
 def _no_index(name: str, module: nn.Module, routers: list[str]) -> str:
-    """Why the tokens of a class that sorts them elsewhere are not compared. routers: names in the model."""
+    """Return why the tokens of a class that sorts them elsewhere are not compared. routers: names in the model."""
     near = [r for r in routers if name.startswith(f"{r.rpartition('.')[0]}.")]
     return (
         f"router_drift: {name} ({type(module).__name__}) is not called with the experts of each token, an integer tensor "
@@ -99,7 +99,7 @@ def _no_index(name: str, module: nn.Module, routers: list[str]) -> str:
 
 
 def drift(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> tuple[RouterDrift, ...]:
-    """The drift between two models' `routes`. Raises ValueError: they do not match."""
+    """Return the drift between two models' `routes`. Raises ValueError: they do not match."""
     found = []
     for name in dict.fromkeys((*a, *b)):
         mine, theirs = a.get(name, []), b.get(name, [])

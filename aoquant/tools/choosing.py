@@ -59,7 +59,7 @@ class Choice:
     ptq: bool = False
 
     def fits(self, engines: set[str], devices: set[str], ptq: bool) -> bool:
-        """Whether it is for one of each; an empty set asks for nothing."""
+        """Return whether it is for one of each; an empty set asks for nothing."""
         of_engine = not engines or bool(engines & {*self.engines})
         of_device = not devices or ANY in self.devices or bool(devices & {*self.devices})
         return of_engine and of_device and (self.ptq or not ptq)
@@ -110,7 +110,7 @@ CHOICES = (
 
 
 def find(asked: str) -> list[Choice]:
-    """The choices for words such as "vllm h100" or "cpu ptq", in the order of the table.
+    """Return the choices for words such as "vllm h100" or "cpu ptq", in the order of the table.
 
     Raises:
         ValueError: a word that is no engine, device or budget, or no choice for all of them.
@@ -138,7 +138,7 @@ def find(asked: str) -> list[Choice]:
 
 
 def _nothing_for(engines: set[str], devices: set[str], ptq: bool) -> str:
-    """Why nothing fits: what each side has recipes for, without the other."""
+    """Return why nothing fits: what each side has recipes for, without the other."""
 
     def fits(engine: str, among: set[str]) -> bool:
         return any(choice.fits({engine}, among, ptq) for choice in CHOICES)
@@ -181,7 +181,7 @@ class Measured:
 
 @cache
 def measured(path: Path = MEASURED) -> dict[str, Measured]:
-    """The lines of a file, by recipe."""
+    """Return the lines of a file, by recipe."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = [line for line in file if not line.startswith("#")]
     found = dict[str, Measured]()
@@ -192,7 +192,7 @@ def measured(path: Path = MEASURED) -> dict[str, Measured]:
 
 
 def source(path: Path = MEASURED) -> str:
-    """The model, budget, device and date of measured.csv: its comment lines."""
+    """Return the model, budget, device and date of measured.csv: its comment lines."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
@@ -217,5 +217,5 @@ def rows(
 
 
 def markdown(numbers: Mapping[str, Measured] | None = None) -> str:
-    """The table of docs/choosing.md."""
+    """Return the table of docs/choosing.md."""
     return table(HEADS, rows(numbers=numbers))

@@ -183,7 +183,7 @@ class Tried(NamedTuple):
 
 
 def recipes(device: str | None = None) -> list[Tried]:
-    """Every recipe for linear layers."""
+    """Return every recipe for linear layers."""
     return [_try(r, device or default_device()) for r in list_recipes() if not r.experts]
 
 
@@ -226,5 +226,5 @@ def _try(recipe: Recipe, device: str) -> Tried:
 
 
 def _line(error: BaseException) -> str:
-    """The last line of a message: the problem of the only layer, without its name and shape."""
+    """Return the last line of a message: the problem of the only layer, without its name and shape."""
     return str(error).strip().splitlines()[-1].strip().removeprefix("0 (128, 256): ")

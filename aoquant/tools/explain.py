@@ -44,7 +44,7 @@ class Route:
 
     @property
     def backend(self) -> str | None:
-        """The backend that runs it; None when the one that is forced cannot."""
+        """Return the backend that runs it; None when the one that is forced cannot."""
         return next((name for name, said in self.rows if said == "runs"), None)
 
 
@@ -115,7 +115,7 @@ class _Known(NamedTuple):
 
 
 def _known(layer: QATLinear) -> _Known:
-    """The codes of a prepared layer: of `quantized_model_init`, or inside `fixed_weights`."""
+    """Return the codes of a prepared layer: of `quantized_model_init`, or inside `fixed_weights`."""
     if isinstance(layer.weight, GatheredWeight):
         return _Known(layer.weight.rows, False, "; its weight is codes already, which are multiplied without encoding")
     if layer.fixed is None or isinstance(layer.weight, DTensor):  # a shard's codes are made when it is gathered
@@ -128,7 +128,7 @@ def _known(layer: QATLinear) -> _Known:
 
 
 def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[str, ...]:
-    """What the engine computes otherwise; without an engine, what a GPU changes."""
+    """Return what the engine computes otherwise; without an engine, what a GPU changes."""
     if engine is not None:
         return tuple(serving.differences(recipe, engine, gpu))
     note = serving.note(recipe)
@@ -161,7 +161,7 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
 def _routes(
     recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, state: str, known: _Known
 ) -> tuple[Route, ...]:
-    """The steps of a forward."""
+    """Return the steps of a forward."""
     if isinstance(weight, PackedTensor):
         known = _Known(weight.encoded, bound=True)
     codes = known.codes

@@ -83,7 +83,7 @@ def packed_linear(
 
 
 def _like(f: Format) -> str:
-    """The format of an input beside a weight of format f."""
+    """Return the format of an input beside a weight of format f."""
     if type(f) is NVFP4Search or (type(f) is NVFP4 and f.outer == "dynamic"):
         return "nvfp4-row"
     if isinstance(f, FourOverSix) and not f.fixed:

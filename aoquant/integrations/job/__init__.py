@@ -79,7 +79,7 @@ def run(o: Options) -> Result:
 
 
 def _engine_format(o: Options) -> str:
-    """The layout of the engine that the recipe is for: ggml's blocks are llama.cpp's."""
+    """Return the layout of the engine that the recipe is for: ggml's blocks are llama.cpp's."""
     configs = [config for config in each(mixed(o.recipe)) if isinstance(config, WeightConfig)]
     ggml = any(isinstance(config.recipe().fprop_weight.format, Ggml) for config in configs)
     return "gguf" if ggml else "compressed-tensors"
@@ -206,7 +206,7 @@ def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
 
 
 def _reload(o: Options, ids_BT: Tensor, fingerprint: str | None) -> str:
-    """The verdict over the checkpoint, loaded again."""
+    """Return the verdict over the checkpoint, loaded again."""
     if fingerprint is None:
         return "written; not run, its kernel does not run here"
     checkpoint = o.out / "checkpoint"

@@ -158,7 +158,7 @@ class Options(Model, Layers, Training, Evaluation, Output):
 
     @property
     def texts(self) -> list[Path]:
-        """The files that are trained on."""
+        """Return the files that are trained on."""
         return self.train_text or [assets() / "train.jsonl"]
 
     def as_json(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _of_type(path: Path, key: str, value: Any, type_: Any) -> Any:
-    """A YAML value as an option's type."""
+    """Return a YAML value as an option's type."""
     if get_origin(type_) is list:
         (item,) = get_args(type_)
         return [_of_type(path, key, v, item) for v in (value if isinstance(value, list) else [value])]

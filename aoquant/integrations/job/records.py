@@ -74,7 +74,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def check_fingerprint(model: PreTrainedModel, checkpoint: Path) -> str:
-    """Whether a loaded checkpoint gives the logits that the run which wrote it saw: a sentence for people.
+    """Return whether a loaded checkpoint gives the logits that the run which wrote it saw: a sentence for people.
 
     Raises:
         ValueError: it gives others, with the torch and on the device of the record.
@@ -126,7 +126,7 @@ class Evaluation:
 def evaluation(
     checkpoint: Path, wikitext: str | None, documents: Path | None, window: int | None, limit: int | None
 ) -> Evaluation:
-    """How to score `checkpoint`: as it is asked for, and where nothing is asked for as its run did."""
+    """Return how to score `checkpoint`: as it is asked for, and where nothing is asked for as its run did."""
     path = checkpoint / RESULTS
     if not path.is_file():
         own = "" if wikitext or documents else f"scored on {_EMBEDDED}, which say little about another model: {_GIVE}"

@@ -27,7 +27,7 @@ class Stage:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Stage:
-        """The stage that `asdict` and JSON made of one."""
+        """Return the stage that `asdict` and JSON made of one."""
         lists: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in found["perplexity"].items()}
         return cls(**{**found, "perplexity": Perplexity(**lists)})
 
@@ -57,13 +57,13 @@ class Result:
     exported: Path | None = None
 
     def sqnr(self) -> str:
-        """The verdict over all layers, for people."""
+        """Return the verdict over all layers, for people."""
         if math.isnan(self.min_sqnr_db):
             return "not run here, the kernel is missing"
         return f"minimum SQNR {self.min_sqnr_db} dB over {self.rows} rows"
 
     def table(self) -> str:
-        """The stages as a markdown table, then the verdicts."""
+        """Return the stages as a markdown table, then the verdicts."""
         from tabulate import tabulate
 
         rows = [
@@ -96,7 +96,7 @@ class Result:
         )
 
     def where_to_look(self) -> str:
-        """The files that a run left, and which of them to open first."""
+        """Return the files that a run left, and which of them to open first."""
         out = self.out
         return (
             (f"written for the engine: {self.exported}\n" if self.exported else "")

@@ -91,7 +91,7 @@ class Folder:
         self.ranks.share(write)
 
     def finished(self) -> Result | None:
-        """The result, if the run is complete."""
+        """Return the result, if the run is complete."""
         path = self.out / RESULTS
 
         def read() -> Result | None:
@@ -100,7 +100,7 @@ class Folder:
         return self.ranks.share(read)
 
     def stage(self, name: str, compute: Callable[[], Stage]) -> Stage:
-        """The stage called so: read if it is done, otherwise computed, by every rank, and written down."""
+        """Return the stage called so: read if it is done, otherwise computed, by every rank, and written down."""
         path = self.stages / f"{_file_name(name)}.json"
 
         def read() -> Stage | None:
@@ -121,7 +121,7 @@ class Folder:
             print(line, file=sys.stderr, flush=True)
 
     def has(self, name: str) -> bool:
-        """Whether the stage called so is done."""
+        """Return whether the stage called so is done."""
         return (self.stages / f"{_file_name(name)}.json").is_file()
 
     def checkpoints(self, name: str) -> Path:
@@ -147,7 +147,7 @@ def _command(o: Options) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """How two commands differ, in words."""
+    """Return how two commands differ, in words."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return [
         "input files have changed" if name == "input files" else f"{name} was {before.get(name)} and is {now.get(name)}"
