@@ -136,7 +136,7 @@ def test_a_clipped_gradient_and_an_unfrozen_base_form_the_whole_weight_gradient(
         if clipped:
             format, w = (
                 adapted.base_layer.prepared.recipe.fprop_weight,
-                adapted.merged_weight(adapted.value(), ["default"]),
+                adapted.merged_weight(adapted.adapted().detach(), ["default"]),
             )
             mask = format.saturated(w.detach(), format.encode(w.detach()))
             assert mask.any()

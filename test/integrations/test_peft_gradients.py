@@ -118,7 +118,7 @@ def test_values_that_a_learned_weight_scale_clips_give_adapters_no_gradient() ->
     y.backward(g)
     a, b, s = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, adapted.scaling["default"]
     twin = copy.deepcopy(adapted.base_layer)
-    twin.weight.data = adapted.merged_weight(adapted.value(), ["default"]).detach()
+    twin.weight.data = adapted.merged_weight(adapted.adapted().detach(), ["default"]).detach()
     twin.weight.requires_grad_()
     want = twin(x.detach())
     want.backward(g)
