@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from support.export_cases import byte_level, converted, llama
 
 from aoquant import PackedWeightConfig, QATConfig, export, quantize_
-from aoquant.export import FORMATS, gguf_arch
 from aoquant.recipes import get_recipe
 
 CASES = [
@@ -70,26 +68,3 @@ def test_advised_formats_take_the_layer_and_advised_trainings_fit(
         quantize_(advised, get_recipe(name).prepare())
         quantize_(advised, QATConfig(step="convert"))
         export(advised, tmp_path / name.replace("/", "_"), format, byte_level())
-
-
-def test_no_format_is_advised_that_knows_no_such_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_arch, "ARCHITECTURES", {})
-    assert "format=" not in refusal(converted("q4_0"), "compressed-tensors", tmp_path / "out")
-    with pytest.raises(ValueError, match="no architecture is known for LlamaForCausalLM") as caught:
-        export(converted("q4_0"), tmp_path / "out", "gguf", byte_level())
-    assert "format=" not in str(caught.value)
-    with pytest.raises(ValueError, match="format='compressed-tensors'"):
-        export(converted("intx4-g32"), tmp_path / "out", "gguf", byte_level())
-    assert set(FORMATS) == {"compressed-tensors", "modelopt", "gguf"}
-
-
-@pytest.mark.parametrize("gpu", ["h100", "H200"])
-def test_the_route_that_is_advised_on_hopper_exports(gpu: str, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"leaves NVFP4 layers' activations in bfloat16.*the recipe vllm-nvfp4-weight"):
-        QATConfig("vllm-nvfp4", engine="vllm", gpu=gpu)
-    model = llama()
-    with warnings.catch_warnings(action="error"):
-        quantize_(model, QATConfig("vllm-nvfp4-weight", engine="vllm", gpu=gpu))
-    quantize_(model, QATConfig(step="convert"))
-    for format in ("compressed-tensors", "modelopt"):
-        export(model, tmp_path / format, format)

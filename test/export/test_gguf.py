@@ -188,16 +188,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("disk")
-
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
-    with pytest.raises(ValueError, match="out: cannot be written: disk"):
-        export(converted("q4_0"), tmp_path / "out", "gguf", byte_level())
-    assert list(tmp_path.iterdir()) == []
-
-
 def exported_warnings(model: Any, out: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

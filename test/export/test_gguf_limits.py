@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-from support.export_cases import converted
 from support.models import SMALL
 from transformers import (
     Gemma2Config,
@@ -24,7 +22,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from aoquant import export
 from aoquant.export import gguf_arch
 
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4}
@@ -65,14 +62,6 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_field(kind: Any, more: 
     with pytest.raises(ValueError, match=r"llama\.cpp would compute another model than this") as caught:
         gguf_arch.find(config(kind, **more))
     assert said in str(caught.value) and str(caught.value).count("(llama.cpp:") == 1
-
-
-def test_another_format_is_advised(tmp_path: Path) -> None:
-    model = converted("intx4-g32")
-    model.config.hidden_act = "gelu"
-    with pytest.raises(ValueError, match=r"hidden_act='gelu'.*format='compressed-tensors'"):
-        export(model, tmp_path / "out", "gguf")
-    assert not (tmp_path / "out").exists()
 
 
 def metadata(kind: Any, **more: Any) -> dict[str, Any]:
