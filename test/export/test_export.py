@@ -177,8 +177,7 @@ def test_fused_layers_of_several_schemes_are_named(tmp_path: Path) -> None:
         export(model, tmp_path / "mixed")
     with pytest.warns(UserWarning, match=r"vLLM fuses.*up_proj"):
         export(converted("intx4-g128"), tmp_path / "skipped", skip=["*.up_proj"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         export(converted("intx4-g128"), tmp_path / "alike", skip=["*.down_proj"])
 
 
@@ -199,6 +198,5 @@ def test_the_folder_of_a_run_is_its_checkpoint(saved: Path, tmp_path: Path) -> N
 def test_another_contract_than_the_engines_is_said_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"'aoquant' .14 layers"):
         export(converted(PackedWeightConfig("intx4-g128")), tmp_path / "aoquant")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         export(converted("intx4-g128"), tmp_path / "dequantize")

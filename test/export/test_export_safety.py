@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from support.export_cases import byte_level, converted
+from safetensors.torch import save_file
+from support.export_cases import byte_level, converted, llama
 from support.killed import killed, operations
 
 from aoquant import PackedWeightConfig, cli, convert_checkpoint, load_pretrained, save_pretrained
 from aoquant.export import export, filled_folder, hf_folder
 from aoquant.export.contents import values
 from aoquant.export.verify import verify
-from aoquant.integrations import atomic, checkpoint
+from aoquant.integrations import atomic, checkpoint, checksums
 from aoquant.integrations.safetensors_file import header
 
 LAYOUTS = {"compressed-tensors": "intx4-g32", "modelopt": PackedWeightConfig("fp8-row", "fp8-row-vllm"), "gguf": "q4_0"}
@@ -81,8 +82,6 @@ def test_two_writers_of_one_folder_are_refused(
         "gguf": lambda: export(source, out, "gguf"),
         "convert": lambda: convert_checkpoint(tmp_path / "float", "int8-weight", out),
     }
-    from support.export_cases import llama
-
     llama().save_pretrained(tmp_path / "float")
     if there:
         out.mkdir()
@@ -213,9 +212,24 @@ def test_the_command_verifies(folders: dict[str, Path], tmp_path: Path, capsys: 
     for name in folders:
         cli.main(["verify", str(folders[name])])
         assert "what was written" in capsys.readouterr().out
-    from support.export_cases import llama
-
     llama().save_pretrained(tmp_path / "float")
     with pytest.raises(SystemExit):
         cli.main(["verify", str(tmp_path / "float")])
     assert "holds no checksums" in capsys.readouterr().err
+
+
+def test_a_name_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
+    save_pretrained(converted("intx4-g32"), tmp_path / "saved", max_shard_size="20KB")
+    index = tmp_path / "saved" / checkpoint.INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = "x" * 300
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        load_pretrained(tmp_path / "saved")
+
+
+def test_checksums_without_an_end_of_depth_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(1)}, path, metadata={"aoquant_crc32": "[" * 100_000})
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        checksums.verify([path])

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from support import export_cases
+from support.export_cases import told
 from support.moe_models import IDS, model_of, write_mxfp4
 from torch import Tensor
 from torchao.quantization import FqnToConfig
@@ -78,13 +79,9 @@ def test_exported_experts_come_back_bit_equal(family: str, weight: str, activati
     assert torch.equal(logits(again), logits(model))
     save_pretrained(model, tmp_path / "saved")  # the folder, read one expert at a time, exports to the same files
     export(tmp_path / "saved", tmp_path / "streamed")
-    for file in ("model.safetensors", "config.json"):
-        if file == "config.json":
-            told = [json.loads((tmp_path / f / file).read_text())["quantization_config"] for f in ("out", "streamed")]
-            assert told[0] == told[1]
-        else:
-            a, b = (load_file(tmp_path / f / file) for f in ("out", "streamed"))
-            assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert told(tmp_path / "out") == told(tmp_path / "streamed")
+    a, b = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "streamed"))
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_names_and_ignored_routers_are_those_of_float_checkpoints(tmp_path: Path) -> None:
@@ -94,16 +91,11 @@ def test_names_and_ignored_routers_are_those_of_float_checkpoints(tmp_path: Path
     base = "model.layers.1.block_sparse_moe"
     parts = ("weight_packed", "weight_scale", "weight_shape")
     assert names == {f"{base}.experts.7.{w}.{part}" for w in ("w1", "w2", "w3") for part in parts}
-    told = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert f"{base}.gate" in told["ignore"] and "lm_head" in told["ignore"]
-    float_names = {n.removesuffix(".weight") for n in _float_names(model_of("mixtral"), tmp_path)}
+    assert {f"{base}.gate", "lm_head"} <= set(told(out)["ignore"])
+    model_of("mixtral").save_pretrained(tmp_path / "float")
+    float_names = {n.removesuffix(".weight") for n in load_file(tmp_path / "float" / "model.safetensors")}
     quantised = {n.removesuffix(".weight_scale") for n in load_file(out / "model.safetensors") if "_scale" in n}
     assert quantised < float_names
-
-
-def _float_names(model: Any, tmp_path: Path) -> set[str]:
-    model.save_pretrained(tmp_path / "float")
-    return set(load_file(tmp_path / "float" / "model.safetensors"))
 
 
 def test_transformers_alone_computes_the_same_logits(tmp_path: Path) -> None:
@@ -130,8 +122,7 @@ def test_experts_that_transformers_cannot_load_are_said(
     weight: str, activation: str | None, layout: str, tmp_path: Path
 ) -> None:
     model = converted("mixtral", only_experts(weight, activation))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings.catch_warnings(record=True, action="always", category=UserWarning) as caught:
         export(model, tmp_path / "out")
     said = [str(w.message) for w in caught if "transformers cannot" in str(w.message)]
     assert len(said) == bool(layout) and all(f"load {layout} experts" in s for s in said)
@@ -153,10 +144,9 @@ def test_several_schemes_name_experts_by_a_pattern(tmp_path: Path) -> None:
     )
     model = converted("qwen3-moe", config)
     out = export(model, tmp_path / "out")
-    told = json.loads((out / "config.json").read_text())["quantization_config"]
-    targets = [group["targets"] for group in told["config_groups"].values()]
+    targets = [group["targets"] for group in told(out)["config_groups"].values()]
     assert [r"re:model\.layers\.1\.mlp\.experts\..*"] in targets
-    assert r"re:model\.layers\.0\.mlp\.experts\..*" in told["ignore"]
+    assert r"re:model\.layers\.0\.mlp\.experts\..*" in told(out)["ignore"]
     again = load_pretrained(out)
     assert list(stacks(again)) == list(stacks(model)) and len(stacks(again)) == 2
     assert torch.equal(logits(again), logits(model))
@@ -183,8 +173,7 @@ def test_the_recipe_that_a_refusal_names_is_exported(tmp_path: Path) -> None:
     quantize_(model, QATConfig("vllm-w4a16-g32-experts", step="prepare"))
     wanted = logits(model)
     quantize_(model, QATConfig(step="convert"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         out = export(model, tmp_path / "out")
     assert torch.equal(logits(load_pretrained(out)), wanted)
 
@@ -203,13 +192,8 @@ def test_modelopt_holds_each_expert(tmp_path: Path) -> None:
     w = stacks(model)["model.layers.1.mlp.experts.gate_up_proj"].expert(3)
     base = "model.layers.1.mlp.experts.3"
     assert torch.equal(tensors[f"{base}.up_proj.weight"], w.qdata[64:])
-    assert (
-        tensors[f"{base}.gate_proj.weight_scale_2"]
-        == tensors[f"{base}.up_proj.weight_scale_2"]
-        == w.per_tensor_scale[0]
-    )
-    told = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert "model.layers.1.mlp.gate" in told["exclude_modules"]
+    assert all(tensors[f"{base}.{part}_proj.weight_scale_2"] == w.per_tensor_scale[0] for part in ("gate", "up"))
+    assert "model.layers.1.mlp.gate" in told(tmp_path / "out")["exclude_modules"]
 
 
 # ---- published checkpoints
@@ -304,8 +288,7 @@ def test_those_who_would_train_packed_experts_are_led_to_unpack(tmp_path: Path) 
         with pytest.warns(UserWarning, match="unpack_"):
             ask()
         w.requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         torch.nn.Parameter(w.data)
         copy.deepcopy(model)
         unpack_(model)

@@ -4,15 +4,16 @@ of a quantised layer, its codes; and what stock transformers computes with it.
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.export_cases import byte_level, told
 from support.export_families import FAMILIES, IDS, float_model, outputs, quantize
 from torch import Tensor, nn
 
@@ -46,8 +47,7 @@ def test_stock_transformers_finds_every_tensor(family: str, tmp_path: Path) -> N
     model = float_model(family, tmp_path / "float")
     floats = load_file(tmp_path / "float" / "model.safetensors")
     quantize(family, model, "intx4-g32")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AoquantWarning)
+    with warnings.catch_warnings(record=True, action="always", category=AoquantWarning) as caught:
         out = export(model, tmp_path / "out")
     said = [str(w.message) for w in caught if "transformers cannot load the folder" in str(w.message)]
     assert len(said) == bool(known.initialised)
@@ -81,8 +81,7 @@ def test_a_folder_is_exported_as_its_model(family: str, tmp_path: Path) -> None:
     cli.main(["export", str(tmp_path / "saved"), "--format", "compressed-tensors", "--out", str(tmp_path / "b")])
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    told = [json.loads((tmp_path / name / "config.json").read_text())["quantization_config"] for name in "ab"]
-    assert told[0] == told[1]
+    assert told(tmp_path / "a") == told(tmp_path / "b")
 
 
 @pytest.mark.parametrize("family", ["gemma3", "wav2vec2"])
@@ -101,7 +100,7 @@ def test_layers_are_named_for_both_readers(tmp_path: Path) -> None:
     model = float_model("llava", tmp_path / "float")
     quantize_(model, PackedWeightConfig("intx4-g32", contract="dequantize"), lambda m, n: "q_proj" in n)
     out = export(model, tmp_path / "out")
-    ignored = set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
+    ignored = set(told(out)["ignore"])
     stored = "language_model.model.layers.0.self_attn.k_proj"
     own = "model.language_model.layers.0.self_attn.k_proj"
     assert {stored, own, "multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"} <= ignored
@@ -200,9 +199,6 @@ def test_a_head_that_was_untied_is_exported_apart_or_refused(family: str, tmp_pa
 
 
 def test_gguf_holds_biases(tmp_path: Path) -> None:
-    import gguf
-    from support.export_cases import byte_level
-
     model = float_model("qwen2", tmp_path / "float")
     quantize("qwen2", model, "q8_0")
     path = export(model, tmp_path / "out", "gguf", byte_level())
@@ -211,3 +207,36 @@ def test_gguf_holds_biases(tmp_path: Path) -> None:
     for own, layer in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj)):
         assert torch.equal(read[f"blk.0.attn_{own}.bias"], layer.bias.detach().float())
     assert IDS.max() < len(read["token_embd.weight"])
+
+
+def test_a_config_with_infinity_is_exported(tmp_path: Path) -> None:
+    """Mamba 2 limits its time steps to (0, inf), which JSON spells as an object."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 128,
+        "state_size": 8,
+        "head_dim": 16,
+        "num_heads": 8,
+    }
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, n_groups=1, chunk_size=4)).eval()
+    quantize_(model, PackedWeightConfig("intx4-g32", contract="dequantize"))
+    export(model, tmp_path / "out")
+    ids = torch.arange(8).view(1, 8)
+    assert torch.equal(load_pretrained(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+def test_parameters_that_are_computed_are_not_missed(tmp_path: Path) -> None:
+    """Marian's positions are sines, and no file holds them."""
+    config = transformers.MarianConfig(
+        vocab_size=128, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.MarianMTModel(config).eval()
+    quantize_(model, PackedWeightConfig("intx4-g32", contract="dequantize"))
+    export(model, tmp_path / "out")
+    loaded = load_pretrained(tmp_path / "out", transformers.MarianMTModel)
+    ids = torch.arange(1, 9).view(1, 8)
+    assert torch.equal(
+        loaded(input_ids=ids, decoder_input_ids=ids).logits, model(input_ids=ids, decoder_input_ids=ids).logits
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import moe_models
-from support.export_cases import converted, llama, packed
+from support.export_cases import converted, llama, packed, told
 from support.models import IDS
 from torchao.quantization import FqnToConfig
 from torchao.quantization import quantize_ as torchao_quantize
@@ -120,8 +119,8 @@ def test_activations_of_experts_stay_float_by_name(tmp_path: Path) -> None:
     quantize_(model, FqnToConfig({r"re:.*\.experts": experts, r"re:.*self_attn\..*": rest}))
     calibrate(model, [moe_models.IDS])
     quantize_(model, QATConfig(step="convert"))
-    told = json.loads((export(model, tmp_path / "out") / "config.json").read_text())["quantization_config"]
-    groups = {g["input_activations"] is None: g["targets"] for g in told["config_groups"].values()}
+    said = told(export(model, tmp_path / "out"))["config_groups"].values()
+    groups = {g["input_activations"] is None: g["targets"] for g in said}
     assert all("experts" in t for t in groups[True]) and all("self_attn" in t for t in groups[False])
 
 

@@ -189,8 +189,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def exported_warnings(model: Any, out: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         export(model, out, "gguf", byte_level())
     return [str(w.message) for w in caught]
 

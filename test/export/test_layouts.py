@@ -9,7 +9,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from safetensors.torch import load_file
-from support.export_cases import converted, packed
+from support.export_cases import converted, packed, told
 from torchao.quantization import FqnToConfig
 
 from aoquant import PackedWeightConfig, export
@@ -76,21 +76,18 @@ def test_bytes_are_compressed_tensors_own(weight: str, activation: str) -> None:
 def test_modelopt(config: PackedWeightConfig, algorithm: str, tmp_path: Path) -> None:
     model = converted(config)
     out = export(model, tmp_path / "out", "modelopt")
-    told = json.loads((out / "config.json").read_text())["quantization_config"]
-    also = json.loads((out / "hf_quant_config.json").read_text())["quantization"]
-    assert (told["quant_method"], told["quant_algo"], also["quant_algo"]) == ("modelopt", algorithm, algorithm)
-    assert told["exclude_modules"] == also["exclude_modules"] == ["lm_head"]
+    said, also = told(out), json.loads((out / "hf_quant_config.json").read_text())["quantization"]
+    assert (said["quant_method"], said["quant_algo"], also["quant_algo"]) == ("modelopt", algorithm, algorithm)
+    assert said["exclude_modules"] == also["exclude_modules"] == ["lm_head"]
     stored = load_file(out / "model.safetensors")
     for name, w in packed(model).items():
         codes, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
         assert torch.equal(codes.view(torch.uint8), w.qdata.view(torch.uint8))
-        assert w.scale is not None and torch.equal(
-            scale.reshape(-1).view(torch.uint8), w.scale.reshape(-1).view(torch.uint8)
-        )
+        assert w.scale is not None
+        assert torch.equal(scale.reshape(-1).view(torch.uint8), w.scale.reshape(-1).view(torch.uint8))
         if "NVFP4" in algorithm:
-            assert w.per_tensor_scale is not None and torch.equal(
-                stored[f"{name}.weight_scale_2"], w.per_tensor_scale[0, 0]
-            )
+            assert w.per_tensor_scale is not None
+            assert torch.equal(stored[f"{name}.weight_scale_2"], w.per_tensor_scale[0, 0])
         inputs = {"NVFP4": 0.003, "FP8": 0.02}.get(algorithm)
         assert (f"{name}.input_scale" in stored) == (inputs is not None)
         if inputs is not None:

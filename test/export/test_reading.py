@@ -20,7 +20,7 @@ from compressed_tensors.quantization import (
 )
 from safetensors.torch import load_file, save_file
 from support.export_cases import converted, llama, packed
-from support.models import IDS
+from support.models import IDS, logits
 from torch import nn
 
 from aoquant import AoquantWarning, PackedWeightConfig, export, load_pretrained, unpack_
@@ -54,8 +54,7 @@ def test_reading_gives_the_same_packed_tensors(weight: str, activation: str | No
             assert torch.equal(w.dequantize(), before.dequantize())
         else:
             assert same_bits(w, before)
-    with torch.no_grad():
-        assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert torch.equal(logits(again), logits(model))
 
 
 @pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "MXFP4A16"])
@@ -172,8 +171,7 @@ def test_a_group_without_weights_is_refused(told: Any) -> None:
 
 
 def test_empty_fields_pass_silently(told: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AoquantWarning)
+    with warnings.catch_warnings(action="error", category=AoquantWarning):
         for empty in _EMPTY:
             given = {"sparsity_config": empty, "transform_config": empty}
             assert len(packed(load_pretrained(told(**given, kv_cache_scheme=None)))) == 14
@@ -188,3 +186,21 @@ def test_a_quantised_cache_is_warned_of_and_its_scales_are_dropped(told: Any) ->
     with pytest.warns(AoquantWarning, match=r"config.json: .*kv_cache_scheme"):
         assert len(packed(load_pretrained(folder))) == 14
     save_file(before, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "name"),
+    [
+        ("targets", ["re:("], r"config\.json"),
+        ("ignore", ["re:("], r"config\.json"),
+        ("output_activations", {**_INT8, "symmetric": True}, "output_activations"),
+    ],
+)
+def test_patterns_that_are_none_and_quantised_outputs_are_refused(where: str, value: Any, name: str, told: Any) -> None:
+    if where == "ignore":
+        folder = told(ignore=value)
+    else:
+        groups = json.loads((told() / "config.json").read_text())["quantization_config"]["config_groups"]
+        folder = told(config_groups={"group_0": {**groups["group_0"], where: value}})
+    with pytest.raises(ValueError, match=name):
+        load_pretrained(folder)

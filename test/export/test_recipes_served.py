@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.export_cases import byte_level, converted, llama, load_elsewhere, packed, write_expected
-from support.models import IDS
+from support.models import IDS, logits
 
 from aoquant import calibrate, explain, export, load_pretrained, quantize_
 from aoquant.config import PackedWeightConfig, QATConfig
@@ -71,8 +71,7 @@ def test_calibrated_outer_scales_of_activations_survive_the_export(tmp_path: Pat
     export(model, tmp_path / "modelopt", "modelopt")
     written = load_file(tmp_path / "modelopt" / "model.safetensors")
     assert {name: written[f"{name}.input_scale"].item() for name in outer} == outer
-    with torch.no_grad():
-        assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_an_outer_scale_that_its_stored_reciprocal_does_not_give_back_is_refused(tmp_path: Path) -> None:
@@ -121,8 +120,7 @@ def test_recipes_for_llama_cpp(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_an_engine_computes_otherwise_is_said(recipe: str, engine: str, gpu: str | None, said: str | None) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         config = get_recipe(recipe).prepare(engine=engine, gpu=gpu)
     messages = [str(w.message) for w in caught]
     assert any(re.search(said, m) for m in messages) if said else messages == []
@@ -150,8 +148,7 @@ BASES = {
 def test_prepare_foresees_what_export_refuses(name: str, tmp_path: Path) -> None:
     """The warning comes exactly where neither of vLLM's layouts takes the trained model."""
     base, options = BASES[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         config = QATConfig(base, engine="vllm", **options)
     warned = any("vLLM's formats cannot hold" in str(w.message) for w in caught)
     model = llama()

@@ -136,8 +136,7 @@ def test_fqn_to_config_chooses_by_name_by_pattern_and_by_parameter() -> None:
 
 def test_fqn_to_config_none_and_default() -> None:
     model = Block()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchao deprecates _default
+    with warnings.catch_warnings(action="ignore"):  # torchao deprecates _default
         config = FqnToConfig({"up": None, "_default": NVFP4WeightConfig()})
     quantize_(model, config)
     kinds = [isinstance(m.weight, PackedTensor) for m in (model.up, model.down, model.lm_head)]

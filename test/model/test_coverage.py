@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import TiedLM
 from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
@@ -104,7 +105,7 @@ def test_stacked_experts_are_named_by_everything_and_strict_raises() -> None:
         quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
-    with pytest.warns(UserWarning, match="verified, but .*experts.gate_up_proj"):
+    with pytest.warns(UserWarning, match=r"verified, but .*experts.gate_up_proj"):
         found = verify(model, converted, torch.randn(3, 64))
     assert found.coverage.share == aoquant.coverage(converted).share and "- experts.gate_up_proj" in found.to_markdown()
     totals = json.loads(found.to_json())["totals"]["coverage"]
@@ -224,17 +225,9 @@ def test_recipes_of_experts_say_so_on_a_model_without_experts() -> None:
             quantize_(nn.Sequential(nn.Linear(64, 64)), config)
 
 
-class LM(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed, self.up, self.lm_head = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed.weight
-
-
 def test_the_head_and_the_embedding_are_left_out_by_default() -> None:
-    assert {states(LM(tied=False))[f"{name}.weight"] for name in ("embed", "lm_head")} == {"default"}
-    (weight,) = (w for w in aoquant.coverage(LM(tied=True)).weights if "embed.weight" in w.names)
+    assert {states(TiedLM(tied=False))[f"{name}.weight"] for name in ("embed", "lm_head")} == {"default"}
+    (weight,) = (w for w in aoquant.coverage(TiedLM(tied=True)).weights if "embed.weight" in w.names)
     assert weight.names == ("embed.weight", "lm_head.weight") and "tied" in weight.about
 
 

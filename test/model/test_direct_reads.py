@@ -60,8 +60,7 @@ def prepared(model: nn.Module, config: Any = None, **kwargs: Any) -> nn.Module:
 
 
 def said(run: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         run()
     return [str(w.message) for w in found if "is read directly" in str(w.message) or "got a gradient" in str(w.message)]
 

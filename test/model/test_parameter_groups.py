@@ -112,8 +112,7 @@ def test_trainer_does_not_decay_scales(config: Any, tmp_path: Path) -> None:
     decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert {decays[id(p)] for p in learned_scales(model).values()} == {0.0}
     assert decays[id(model.model.layers[0].mlp.up_proj.weight)] == 0.5
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AoquantWarning)
+    with warnings.catch_warnings(action="error", category=AoquantWarning):
         made.train()
 
 

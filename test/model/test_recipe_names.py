@@ -43,8 +43,7 @@ def test_a_recipe_for_training_warns_where_it_does_not_train(config: object) -> 
     with pytest.warns(UserWarning, match="'nvfp4-training'"):
         quantize_(m := model(), config)
     assert isinstance(m[0].weight, PackedTensor)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         quantize_(model(), aoquant.get_recipe("nvfp4-training").make())
         quantize_(m := model(), QATConfig("nvfp4-training"))
         quantize_(m, QATConfig("nvfp4-training", step="convert"))
@@ -60,8 +59,7 @@ def test_a_recipe_brings_its_training_options_and_those_given_win() -> None:
 
 def test_names_as_values_of_fqn_to_config() -> None:
     m = model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         quantize_(m, FqnToConfig({"0": "nvfp4", "1": QATConfig("int8")}))
     assert m[0].weight.format == "nvfp4"
     assert isinstance(m[1], QATLinear)

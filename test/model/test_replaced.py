@@ -36,8 +36,7 @@ def prepared(tied: bool = False, chosen: Any = everything) -> LlamaForCausalLM:
 
 
 def silently(model: Any, config: Any = CONVERT, chosen: Any = None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         quantize_(model, config, chosen, strict=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchao
+from support.models import IDS, TiedLM
 from torch import nn
 from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 
@@ -17,27 +18,11 @@ from aoquant.layers.embedding import QATEmbedding
 from aoquant.layers.qat import QATLinear
 from aoquant.planning.tied import adapter_problem
 
-IDS = torch.arange(24).view(2, 12)
 CONFIGS = {
     "aoquant": Int4WeightConfig(32),
     "torchao": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
     "activations": NVFP4WeightConfig(),  # the head's
 }
-
-
-class LM(nn.Module):
-    """An embedding, a layer, and an output head tied to the embedding."""
-
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(48, 64, dtype=torch.bfloat16)
-        self.up = nn.Linear(64, 64, dtype=torch.bfloat16)
-        self.lm_head = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
-        if tied:
-            self.lm_head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(torch.tanh(self.up(self.embed(ids))))
 
 
 def everything(module: nn.Module, fqn: str) -> bool:
@@ -47,7 +32,7 @@ def everything(module: nn.Module, fqn: str) -> bool:
 @pytest.mark.parametrize("convert", [quantize_, torchao.quantize_], ids=["aoquant's", "torchao's"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_tied_embedding_and_head_are_one_weight_and_one_packed_tensor(config: Any, convert: Any) -> None:
-    model = LM()
+    model = TiedLM()
     quantize_(model, QATConfig(config, step="prepare"), filter_fn=everything)
     assert (type(model.embed), type(model.lm_head)) == (QATEmbedding, QATLinear)
     assert model.embed.weight is model.lm_head.weight
@@ -65,7 +50,7 @@ def test_tied_embedding_and_head_are_one_weight_and_one_packed_tensor(config: An
 
 
 def test_the_gradient_of_a_tied_weight_is_the_sum_of_both_uses() -> None:
-    tied, apart = LM(), LM(tied=False)
+    tied, apart = TiedLM(), TiedLM(tied=False)
     apart.load_state_dict(tied.state_dict())
     for model in (tied, apart):
         quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"), filter_fn=everything)
@@ -76,8 +61,8 @@ def test_the_gradient_of_a_tied_weight_is_the_sum_of_both_uses() -> None:
 
 
 def test_equal_weights_that_nobody_tied_stay_two() -> None:
-    model = LM(tied=False)
-    model.load_state_dict(LM().state_dict())
+    model = TiedLM(tied=False)
+    model.load_state_dict(TiedLM().state_dict())
     torchao.quantize_(model, Int4WeightConfig(32), filter_fn=everything)
     gc.collect()
     assert isinstance(model.embed.weight, PackedTensor)
@@ -87,7 +72,7 @@ def test_equal_weights_that_nobody_tied_stay_two() -> None:
 @pytest.mark.parametrize("step", ["prepare", "convert", "quantize"])
 @pytest.mark.parametrize(("chosen", "left"), [("embed", "lm_head"), ("lm_head", "embed")])
 def test_one_of_two_users_is_refused_naming_both(chosen: str, left: str, step: str) -> None:
-    model, config = LM(), Int4WeightConfig(32)
+    model, config = TiedLM(), Int4WeightConfig(32)
     if step == "convert":
         quantize_(model, QATConfig(config, step="prepare"), filter_fn=everything)
     classes = [type(m) for m in model.modules()]
@@ -101,7 +86,7 @@ def test_one_of_two_users_is_refused_naming_both(chosen: str, left: str, step: s
 
 
 def test_the_default_leaves_a_tied_pair_alone() -> None:
-    model = LM()
+    model = TiedLM()
     quantize_(model, Int4WeightConfig(32))
     assert type(model.embed.weight) is nn.Parameter
     assert model.embed.weight is model.lm_head.weight
@@ -111,8 +96,8 @@ def test_the_default_leaves_a_tied_pair_alone() -> None:
 def test_tied_layers_take_one_config() -> None:
     configs = {"embed": Int8WeightConfig(), "lm_head": Int4WeightConfig(32)}
     with pytest.raises(ValueError, match="embed, lm_head: "):
-        quantize_(LM(), FqnToConfig(configs))
-    model = LM()
+        quantize_(TiedLM(), FqnToConfig(configs))
+    model = TiedLM()
     quantize_(model, FqnToConfig({"re:embed|lm_head": Int8WeightConfig(), "up": Int4WeightConfig(32)}))
     assert model.embed.weight is model.lm_head.weight
     assert (model.embed.weight.format, model.up.weight.format) == ("int8-row", "int4-g32")

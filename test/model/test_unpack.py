@@ -235,8 +235,7 @@ def test_embeddings(name: str, tied: bool) -> None:
             unpack_(model)
         assert packed_of(model).keys() == before.keys()
         return
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         unpack_(model)
     named = [w for w in said if issubclass(w.category, AoquantWarning) and str(w.message).startswith("embed: ")]
     assert len(named) == (0 if again else 1)

@@ -50,6 +50,12 @@ def packed(model: PreTrainedModel) -> dict[str, PackedTensor]:
     return {n: m.weight for n, m in linears if isinstance(m.weight, PackedTensor)}
 
 
+def told(folder: Path) -> dict[str, Any]:
+    """What the config of an exported folder says of its quantisation."""
+    said: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return said
+
+
 def write_expected(model: PreTrainedModel, path: Path) -> None:
     """What another process has to find: dequantised weights and logits."""
     weights = {name: w.dequantize() for name, w in packed(model).items()}

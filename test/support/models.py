@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 IDS = torch.arange(24).view(2, 12)
@@ -44,3 +45,19 @@ def narrow_llama() -> LlamaForCausalLM:
 def logits(model: Any) -> torch.Tensor:
     """Of IDS."""
     return model(IDS).logits
+
+
+class TiedLM(nn.Module):
+    """An embedding, a layer, and an output head that is tied to the embedding, or not."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 64, dtype=torch.bfloat16)
+        self.up = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.lm_head(torch.tanh(self.up(self.embed(ids))))
+        return y

@@ -47,8 +47,7 @@ def _quantised(w: Tensor, config: Any) -> tuple[float, list[str]]:
     """dB of the converted weight, and the warnings about float16; ValueError where the recipe refuses the layer."""
     model = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False)).to(w.dtype)
     model[0].weight.data.copy_(w)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", AoquantWarning)
+    with warnings.catch_warnings(record=True, action="always", category=AoquantWarning) as seen:
         quantize_(model, config)
     weight = model[0].weight
     if isinstance(weight, PackedTensor):
@@ -98,8 +97,7 @@ def test_every_format_that_loses_in_float16_is_found(name: str) -> None:
 
 
 def _said_by(model: nn.Module, config: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", AoquantWarning)
+    with warnings.catch_warnings(record=True, action="always", category=AoquantWarning) as seen:
         quantize_(model, config)
     return sorted(str(s.message) for s in seen if "weight's float16" in str(s.message))
 
