@@ -46,7 +46,7 @@ MOVED = {
     "aoquant.layers.sides": "",
     "aoquant.plan": "aoquant.planning.plan",
     "aoquant.qat": "aoquant.layers.qat",
-    "aoquant.sharded": "aoquant.parallel.packed",
+    "aoquant.sharded": "aoquant.layers.sharded_packed",
 }
 
 # what torchao logs for each of its libraries that was built for another Python or GPU, and torch for each Enum of
@@ -65,17 +65,16 @@ def register() -> None:
     try:
         from torchao.core.config import ALLOWED_AO_MODULES
 
-        from aoquant import _config_guard
-        from aoquant.planning import handlers
+        from aoquant import _config_guard, _handlers
         from aoquant.targets import no_rows
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"aoquant builds on torchao {TORCHAO}, and torchao {version('torchao')} with torch {version('torch')} lacks "
             f"what it needs: {error}"
         ) from error
-    ALLOWED_AO_MODULES.add(_config_module(handlers.OWN_CONFIGS).__name__)
+    ALLOWED_AO_MODULES.add(_config_module(_handlers.OWN_CONFIGS).__name__)
     _config_guard.guard_configs()
-    handlers.register()
+    _handlers.register()
     no_rows.install()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
     _when_imported(_LORA, _teach_adapters)
@@ -171,9 +170,7 @@ def _allow_packed_tensor(module: ModuleType) -> None:
 
 def _teach_adapters(module: ModuleType) -> None:
     try:
-        from aoquant.integrations import peft
-
-        peft.install(module)
+        importlib.import_module("aoquant.integrations.peft").install(module)
     except (AttributeError, ImportError) as error:
         raise ImportError(
             f"aoquant cannot put adapters on its layers with peft {version('peft')} ({error}); it supports peft >=0.21"

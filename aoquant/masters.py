@@ -32,7 +32,7 @@ from aoquant.hybrid import HybridConfig
 from aoquant.layers.kinds import kind_of
 from aoquant.layers.mastered import MasterCodes, MasteredLinear, codes_of, hold_codes, release_codes
 from aoquant.layers.qat import PreparedModule, QATLinear
-from aoquant.parallel.gather import reads_values
+from aoquant.layers.weight_codes import reads_values
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.quantize import quantize_
 

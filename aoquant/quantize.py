@@ -35,11 +35,11 @@ from aoquant._messages import AoquantWarning, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales, tiles
 from aoquant.layers import direct_reads, fast_path, replaced
+from aoquant.layers import sharded_packed as sharded
 from aoquant.layers.learned_scales import not_positive
 from aoquant.layers.packed import PackedLinear, adopt, described
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.parallel import fsdp
-from aoquant.parallel import packed as sharded
 from aoquant.planning import coverage, fused, half
 from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter, is_asked

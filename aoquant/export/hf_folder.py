@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from aoquant import __version__
+from aoquant._register import version
 from aoquant.export.contents import Contents, Store, contents_of, values
 from aoquant.export.filled_folder import Folder
 from aoquant.export.fused_checks import warn_mixed
@@ -98,7 +98,7 @@ def _identity(source: Source, target: str, skip: Sequence[str], size: int | str)
     if source.folder is None:
         return None
     files = [(p.name, checksums.identity(p)) for p in checkpoint.files(source.folder)]
-    return [__version__, str(source.folder.resolve()), files, source.config, target, list(skip), str(size)]
+    return [version("aoquant"), str(source.folder.resolve()), files, source.config, target, list(skip), str(size)]
 
 
 def _copy(source: Source, folder: Path) -> None:

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 from torchao.utils import TorchAOBaseTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from aoquant.export.weights import Weight, as_stored
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import POINTER
 from aoquant.integrations.safetensors_file import StoredTensor, header, read_json
-from aoquant.integrations.skeleton import class_of
 from aoquant.integrations.stored_names import model_names, warn_of_dtypes
 from aoquant.layers.kinds import is_layer, matrix_of
 from aoquant.layers.packed_experts import PackedExperts
@@ -289,3 +289,10 @@ def _routers(weights: Mapping[str, Weight], model: nn.Module) -> tuple[str, ...]
     """Names in files of the layers in a model's routers."""
     found = (f"{name}.{n}" for name, router in routers_of(model).items() for n, p in router.named_parameters())
     return tuple(weights[name].module_in_files for name in found if name.endswith(".weight"))
+
+
+def class_of(config: Any) -> Any:
+    """Return the transformers class that a config names; AutoModelForCausalLM where it names none."""
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    known = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    return named if known else AutoModelForCausalLM

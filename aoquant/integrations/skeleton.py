@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from aoquant.export.source import class_of
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums, hf
 from aoquant.integrations.plans import ptq_plan
@@ -205,13 +205,6 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
         model: PreTrainedModel = make(config, dtype=chosen).eval()
     keep_wide(model, chosen)
     return model
-
-
-def class_of(config: Any) -> Any:
-    """Return the transformers class that a config names; AutoModelForCausalLM where it names none."""
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    known = isinstance(named, type) and issubclass(named, PreTrainedModel)
-    return named if known else AutoModelForCausalLM
 
 
 def _tied(model: PreTrainedModel) -> dict[str, list[str]]:

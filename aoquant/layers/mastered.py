@@ -20,8 +20,8 @@ from aoquant.formats import Encoded
 from aoquant.layers.cache import Seen
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
+from aoquant.layers.weight_codes import Sides, encoded_sides
 from aoquant.parallel.fsdp import swap_class
-from aoquant.parallel.gather import Sides, encoded_sides
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 
 _CODES = "_aoquant_codes"  # attribute of a master

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aoquant._messages import AoquantWarning, check_model
+from aoquant._messages import AoquantWarning
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.delayed import Delayed, fresh, resized
 from aoquant.formats.operand import SCALES
@@ -29,7 +29,6 @@ from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import flops
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
-from aoquant.parallel.gathered import PACKED, GatheredWeight
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
 NO_HISTORY = (
@@ -284,55 +283,6 @@ class QATLinear(QATLayer, nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
             self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)
-
-
-def set_fake_quant(model: nn.Module, enabled: bool) -> int:
-    """Switch fake quantisation of every prepared layer in `model`; returns how many there are.
-
-    Raises:
-        ValueError: no layer is prepared.
-    """
-    check_model(model)
-    layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
-    if not layers:
-        raise ValueError(
-            f"the {type(model).__name__} has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before "
-            "training, or aoquant.unpack_(model) where it is packed"
-        )
-    for layer in layers:
-        layer.fake_quant = enabled
-    return len(layers)
-
-
-def unprepare(model: nn.Module) -> int:
-    """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns their number.
-
-    Weights, state_dict, hooks, attributes, mode and tying stay as they are; the weights keep their training.
-
-    Raises:
-        ValueError: no layer is prepared, or one has an adapter, or is packed by `quantized_model_init`.
-    """
-    check_model(model)
-    for name, module in model.named_modules():  # peft's tuner layers
-        if isinstance(getattr(module, "base_layer", None), PreparedModule) and hasattr(module, "merged"):
-            raise ValueError(
-                f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, QATLayer) and isinstance(module.weight, GatheredWeight):
-            raise ValueError(f"{name or 'linear'}: {PACKED}")
-    layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
-    if not layers:
-        raise ValueError(
-            f"nothing to unprepare: no layer of the {type(model).__name__} is prepared; aoquant.unpack_(model) prepares packed ones"
-        )
-    for layer in layers:
-        layer.unprepare()
-    from aoquant.layers import fast_path, replaced  # which import this module
-
-    fast_path.sync(model)
-    replaced.forget(model)
-    return len(layers)
 
 
 def rebind(module: nn.Module) -> None:

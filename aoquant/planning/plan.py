@@ -26,12 +26,12 @@ from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import HighPrecision, Operand
 from aoquant.hybrid import HybridConfig, backward_slots
 from aoquant.layers import held
+from aoquant.layers import sharded_packed as sharded
 from aoquant.layers.checks import NOT_CALIBRATED
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.kinds import kind_of
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.parallel import packed as sharded
 from aoquant.parallel.fsdp import GATHER, compute_dtypes
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.parallel.linear import all_finite

@@ -58,11 +58,11 @@ from aoquant import (
     list_formats,
     quantize_,
 )
+from aoquant.layers import sharded_packed as sharded
 from aoquant.layers.function import quantized_linear
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
-from aoquant.parallel import packed as sharded
 from aoquant.recipes import get_recipe
 
 

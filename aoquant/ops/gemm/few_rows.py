@@ -13,7 +13,6 @@ K) as the converted one, so it gets the same kernel.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from aoquant.formats import (
     NVFP4PowerOfTwo,
     NVFP4Search,
 )
+from aoquant.formats.gridflip import shifts
 
 from .. import codec, native
 from ..call import Call
@@ -175,20 +175,6 @@ def is_aligned(t: Tensor) -> bool:
 def aligned(t: Tensor) -> Tensor:
     """Contiguous, from an address that is a multiple of 16: itself, but for some views."""
     return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-class Shifts(NamedTuple):
-    """The shift of GridFlip's flagged blocks, even and odd ones along K; zeros for other formats."""
-
-    even: float
-    odd: float
-
-
-def shifts(f: Format) -> Shifts:
-    """Of W's format."""
-    if not isinstance(f, GridFlip):
-        return Shifts(0.0, 0.0)
-    return Shifts(f.c, -f.c if f.alternating else f.c)
 
 
 def _triton(c: Call) -> Tensor:

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format
+from aoquant.formats.gridflip import Shifts
 
-from ..gemm.few_rows import Shifts
 from .elements import e2m1_value, e8m0_value
 from .epilogue import finished
 from .integer import _int4_values

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format
+from aoquant.formats.gridflip import Shifts
 
-from ..gemm.few_rows import Shifts
 from .few_rows import BK, BN, LAUNCH, decoded_sums
 from .grouped import slot_of
 
