@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.bits import unequal_parts
-from support.formats import EXTRA, NATIVE, OTHERS
+from support.formats import ENGINES, EXTRA, NATIVE, OTHERS
 from support.golden_inputs import DATA, data_set
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from aoquant.formats import (
 )
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
 
-NAMES = [*list_formats(), *EXTRA]
+NAMES = [*list_formats(), *EXTRA, *ENGINES]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -282,7 +282,7 @@ values = st.one_of(st.just(0.0), magnitudes, magnitudes.map(lambda v: -v))
 # operands, or scales of float32 weights, that are rounded to fewer bits afterwards: test_int4_layouts.py
 ROUNDED = ("int4-tinygemm-g", "int4-e4m3", "int4-bf16")
 NEAREST = [
-    *(n for n in NAMES if n not in ("int4-g512", "intx3-g128", "int4-g256") and not n.startswith(ROUNDED)),
+    *(n for n in NAMES if n not in ("int4-g512", "intx3-g128", "int4-g256", *ENGINES) and not n.startswith(ROUNDED)),
     *NATIVE,
 ]
 

@@ -1,21 +1,16 @@
 """GridFlip's decode, its three ways to be multiplied, and its life in a layer."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
-from support import gridflip_two_gemms as two_gemms
-from support.gemm import request_of
 from support.golden_inputs import data_set
 from support.rational import rounded
-from torch import Tensor, nn
+from torch import nn
 
-from aoquant import GridFlipFP4WeightConfig, Hadamard, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.formats import Encoded, GridFlip, get_format, get_operand, layout
+from aoquant import GridFlipFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.formats import Encoded, GridFlip, get_format, layout
 from aoquant.formats.elements import from_e2m1
-from aoquant.ops.call import Call
-from aoquant.ops.gemm import reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E2M1 = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)]
@@ -89,16 +84,6 @@ def test_a_shift_that_is_no_power_of_two_decodes_as_written() -> None:
     torch.testing.assert_close(get_format("gridflip-c0.2").decode(e, F32), want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_how_many_operands_are_rounded() -> None:
-    fmt = get_format("gridflip")
-    for kind, share in (("normal", 0.012), ("heavy", 0.012)):
-        e = fmt.encode(data_set(kind, 256, 512, BF16))
-        wrong = fmt.operand(e, BF16).float() != fmt.operand(e, F32)
-        assert 0 < wrong.float().mean() < share
-        error = (fmt.operand(e, BF16).float() - fmt.operand(e, F32)).square().sum() / fmt.operand(e, F32).square().sum()
-        assert error < 10**-6.3  # 64 dB: hundreds of times below the quantisation error
-
-
 @pytest.mark.parametrize(
     "name", ["gridflip", "gridflip-search", "gridflip-c0.2", "gridflip-alternating", "gridflip-16x16", "gridflip-sided"]
 )
@@ -123,29 +108,6 @@ def test_the_identity_of_two_gemms(name: str) -> None:
     if fmt.c == 0.25:
         assert torch.equal(shift_NG.bfloat16().float(), shift_NG)
         assert torch.equal(fmt.plain.operand(plain, BF16).float(), fmt.plain.operand(plain, F32))
-
-
-def call(x: Tensor, w: Tensor, x_name: str, w_name: str, bias: Tensor | None) -> Call:
-    x_as, w_as = get_operand(x_name), get_operand(w_name)
-    return Call("aoquant", x_as.encode(x), x_as, w_as.encode(w), w_as, bias, [len(x)], x.dtype)
-
-
-@pytest.mark.parametrize("x_name", ["nvfp4", "fouroversix"])
-@pytest.mark.parametrize("w_name", ["gridflip-search", "gridflip-16x16"])
-def test_two_gemms_are_the_layer(x_name: str, w_name: str) -> None:
-    """The same product as the reference's one GEMM, but for the order of additions, and for operands that bf16
-    rounds.
-    """
-    for dtype, bound in ((F32, 1e-6), (BF16, 4e-3)):
-        x, w = data_set("normal", 24, 256, dtype), data_set("heavy", 48, 256, dtype)
-        c = call(x, w, x_name, w_name, torch.linspace(-1, 1, 48).to(dtype))
-        got, want = two_gemms.scaled_mm(c), reference.scaled_mm(c)
-        assert got.dtype == want.dtype == dtype
-        assert ((got - want).float().norm() / want.float().norm()) < bound
-        exact = c.x_matrix(F32).double() @ c.w_format.operand(c.w, F32).double().t()
-        acc = two_gemms.accumulate(c).double()
-        assert (acc - exact).norm() / exact.norm() < 1e-6
-    assert request_of(c).w_format == c.w_format
 
 
 def layer(config: object, dtype: torch.dtype = BF16, n: int = 48, k: int = 128) -> nn.Sequential:
@@ -184,62 +146,6 @@ def test_one_weight_forward_and_backward(config: NVFP4WeightConfig | GridFlipFP4
     quantize_(model, QATConfig(step="convert"))
     assert torch.equal(model(x), y)
     assert torch.equal(model[0].weight.dequantize(), w_hat)
-
-
-@pytest.mark.parametrize("scales", ["dynamic", "static"])
-@every_config
-def test_gradients_accumulate_over_micro_batches(config: object, scales: str) -> None:
-    """Also under a held amax: each micro-batch has its own graph, the sum is the sum, and the amax follows the weight
-    when it should.
-    """
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(128, 48))
-    quantize_(model, QATConfig(config, scales=scales))  # type: ignore[arg-type]
-    w = model[0].weight
-    batches = [data_set("normal", 24, 128, F32)[i : i + 8] for i in (0, 8, 16)]
-    alone = []
-    for x in batches:
-        model.zero_grad()
-        model(x).square().mean().backward()
-        alone.append(w.grad.clone())
-    model.zero_grad()
-    for x in batches:
-        model(x).square().mean().backward()
-    torch.testing.assert_close(w.grad, alone[0] + alone[1] + alone[2], rtol=1e-6, atol=1e-7)
-    with torch.no_grad():
-        w.mul_(4.0)  # an optimizer's step, of a kind that a stale amax would clip
-        model[0].bias.zero_()
-    small, large = model(batches[0] / 4), model(batches[0])
-    fmt = config.weight_format()  # type: ignore[attr-defined]
-    dynamic = batches[0] @ fmt.fake_quantize(w.detach()).t()
-    clipped = (large.detach().norm() / dynamic.norm()).item()
-    assert (0.3 < clipped < 0.9) if scales == "static" else clipped > 0.97
-    assert small.isfinite().all()
-    quantize_(model, QATConfig(step="convert"))
-    assert torch.equal(model(batches[0]), large)
-
-
-@pytest.mark.parametrize("config", [CONFIGS["base"], CONFIGS["4/6"]], ids=["gridflip", "4/6"])
-def test_the_amax_is_that_of_the_transformed_tensor(config: NVFP4WeightConfig | GridFlipFP4WeightConfig) -> None:
-    """Ones become 4, 0, 0, ... under a Hadamard transform of 16: with the amax from before it they would be clipped
-    to 1.
-    """
-    behind = replace(config, transform=Hadamard(16))
-    fmt = behind.recipe().fprop_weight
-    assert fmt.name == f"hadamard16+{config.weight_format().name}"
-    e = fmt.encode(torch.ones(4, 64))
-    assert e.outer is not None
-    assert e.outer.item() == torch.tensor(4.0).div(torch.tensor(1536.0)).item()
-    assert torch.equal(fmt.decode(e, F32)[:, ::16], torch.full((4, 4), 4.0))
-    model = layer(behind, F32)
-    x = data_set("normal", 24, 128, F32)
-    with torch.no_grad():
-        model[0].weight.mul_(4.0)
-    y = model(x)
-    exact = x @ model[0].weight.detach().t() + model[0].bias.detach()
-    assert (y.detach() - exact).norm() / exact.norm() < 0.16
-    quantize_(model, QATConfig(step="convert"))
-    assert torch.equal(model(x), y)
 
 
 def test_saturated_values_are_those_beyond_the_grid() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import unequal_parts
 from support.linear_cases import ALL, BF16, F32, assert_equal, data, dtype_name
 from support.transform_cases import MASKS, SIZES, blocks, dense
 from torch import nn
@@ -73,29 +74,6 @@ def test_the_two_sides_leave_the_product_alone(size: int) -> None:
     assert gain == pytest.approx(-2.13e-4 if t.sided else 0, abs=2e-6)
     once = float(t.apply(torch.eye(size), False).double().square().mean() * size) ** 0.5 - 1
     assert once == pytest.approx(-1.07e-4 if t.sided else 0, abs=2e-6)
-
-
-def test_all_ones_become_four_and_outliers_spread() -> None:
-    t = Hadamard(16)
-    y = t.apply(torch.ones(1, 16), False)
-    assert y[0, 0] == 4 and not y[0, 1:].any()
-    x = torch.randn(1, 16)
-    x[0, 5] = 176
-    assert x.abs().max() == 176
-    assert t.apply(x, False).abs().max() < 50
-
-
-def test_signs_matter_before_the_mixing_and_not_after() -> None:
-    plain, signed = Hadamard(32), Hadamard(32, MASKS[32])
-    x = torch.randn(64, 64).add_(1)
-    fmt = get_format("mxfp4")
-    a, b = (fmt.encode(t.apply(x, False)) for t in (plain, signed))
-    assert not torch.equal(a.codes & 0x77, b.codes & 0x77)
-    signs = torch.where(torch.arange(64) % 3 == 0, -1.0, 1.0)
-    after = fmt.encode(plain.apply(x, False) * signs)
-    assert torch.equal(a.codes & 0x77, after.codes & 0x77) and torch.equal(
-        a.scale.view(torch.uint8), after.scale.view(torch.uint8)
-    )
 
 
 @sizes
@@ -181,7 +159,8 @@ def test_parse_leaves_other_names_alone() -> None:
 
 @sizes
 @pytest.mark.parametrize(
-    "inner", ["mxfp4", "nvfp4", "mxfp8", "nvfp4-static:0.01", "int4-g32", "fp8-row", "int8-tensor"]
+    "inner",
+    ["mxfp4", "nvfp4", "mxfp8", "nvfp4-static:0.01", "int4-g32", "fp8-row", "int8-tensor", "fouroversix", "gridflip"],
 )
 @pytest.mark.parametrize("dtype", ALL, ids=dtype_name)
 def test_encode_quantises_the_float32_transform(size: int, inner: str, dtype: torch.dtype) -> None:
@@ -190,33 +169,11 @@ def test_encode_quantises_the_float32_transform(size: int, inner: str, dtype: to
     x = data("mixed", 6, 2 * size, dtype)
     y = f.transform.apply(x, False)
     got, want = f.encode(x), base.encode(y)
-    for a, b in zip(got[:4], want[:4], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert_equal(a, b)
+    assert not unequal_parts(got, want)
     assert torch.equal(f.saturated(x, got), base.saturated(y, want))
     assert_equal(f.decode(got, dtype), base.decode(want, dtype))
     assert_equal(f.operand(got, dtype), base.operand(want, dtype))
     assert f.bits_per_weight(6, 2 * size) == base.bits_per_weight(6, 2 * size) or inner.startswith("int4")
-
-
-def test_rounding_the_transform_to_bf16_first_is_another_quantiser() -> None:
-    """Measured: .8 to 1.1 % of the codes."""
-    x = torch.randn(512, 1024).to(BF16)
-    for name in ("hadamard16+nvfp4", "hadamard32+mxfp4"):
-        f = get_format(name)
-        ours, other = f.encode(x), f.format.encode(f.transform.apply(x, False).to(BF16))
-        a, b = (torch.cat((e.codes & 15, e.codes >> 4)) for e in (ours, other))
-        assert 0.006 < float((a != b).double().mean()) < 0.013
-
-
-def test_the_scale_is_found_after_the_transform() -> None:
-    """All-ones: 1 before, 4 after. A scale of the untransformed values would clip it, or waste two bits."""
-    f = get_format("hadamard16+nvfp4")
-    e = f.encode(torch.ones(1, 16))
-    assert float(f.measure(torch.ones(1, 16)).outer) == pytest.approx(4 / 2688)
-    assert f.decode(e, F32)[0, 0] == pytest.approx(4, rel=1e-6)
-    assert torch.equal(f.fake_quantize(torch.ones(1, 16)).round(decimals=5), torch.ones(1, 16))
 
 
 @sizes
@@ -234,15 +191,6 @@ def test_groups_that_do_not_divide_each_other() -> None:
     assert "one must divide the other" in (get_format("hadamard32+int4-g48").why_not(96, BF16) or "")
     with pytest.raises(ValueError, match="hadamard64 needs K to be a multiple of 64, got K = 96"):
         quantize_(nn.Sequential(nn.Linear(96, 8)), NVFP4WeightConfig(transform=Hadamard(64)))
-
-
-def test_an_outlier_costs_a_row_less_behind_it() -> None:
-    """One scale a row: the outlier takes all codes but two for itself, unless it is spread first."""
-    x, w = torch.randn(256, 512), torch.randn(64, 512)
-    x[:, 7] = 60
-    w[:, 7] = 0.01
-    plain, behind = (get_format(name).fake_quantize(x) for name in ("intx4-row", "hadamard64+intx4-row"))
-    assert sqnr(x @ w.t(), behind @ w.t()) > sqnr(x @ w.t(), plain @ w.t()) + 6
 
 
 # Recipes and configs
@@ -273,18 +221,23 @@ def test_configs_keep_the_transform_as_json() -> None:
         NVFP4WeightConfig(transform=16)  # type: ignore[arg-type]
 
 
-def test_embeddings_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(32, 64))
-    for config in (
+@pytest.mark.parametrize(
+    "config",
+    [
         NVFP4WeightConfig(activation=None, transform=Hadamard(16)),
         NVFP4WeightConfig(transform=Hadamard(16)),
-    ):
-        with pytest.raises(ValueError, match="the config transforms the weight"):
-            quantize_(model, config, lambda m, n: isinstance(m, nn.Embedding))
-    linear = nn.Sequential(nn.Linear(64, 32))
-    quantize_(linear, NVFP4WeightConfig(transform=Hadamard(16)))
-    with pytest.raises(ValueError, match="cannot be read behind a transform"):
-        nn.functional.embedding(torch.tensor([1]), linear[0].weight)
+        NVFP4WeightConfig(activation=None, transform=WUSH(16)),
+    ],
+    ids=["weight", "both", "fitted"],
+)
+def test_embeddings_are_refused(config: NVFP4WeightConfig) -> None:
+    with pytest.raises(ValueError, match="the config transforms the weight"):
+        quantize_(nn.Sequential(nn.Embedding(32, 64)), config, lambda m, n: isinstance(m, nn.Embedding))
+    if config.transform == Hadamard(16):
+        linear = nn.Sequential(nn.Linear(64, 32))
+        quantize_(linear, config)
+        with pytest.raises(ValueError, match="cannot be read behind a transform"):
+            nn.functional.embedding(torch.tensor([1]), linear[0].weight)
 
 
 def test_what_an_operand_says_of_its_transform() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemm import request_of, scaled_mm
+from support.gemm import scaled_mm
 from support.gpu import BF16, CUDA, F16, assert_within, captured, no_waiting
 from torch import Tensor, nn
 
 import aoquant
 from aoquant import QATConfig, backend, get_format, quantize_
-from aoquant.formats import Encoded, Format, as_operand
+from aoquant.formats import Encoded, Format
 from aoquant.ops import Request, code_readers, codec, explain, native
 from aoquant.ops.gemm import few_rows
 from aoquant.ops.router import route
@@ -202,18 +202,6 @@ def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None
             for m in sorted({first, first + 1, first + 2, (first + last) // 2, last - 1} | ends):
                 assert torch.equal(product(name, format, e, x[:m]), whole[:m]), (n, k, m)
                 assert torch.equal(product(name, format, e, x[-m:].contiguous()), whole[-m:]), (n, k, m)
-
-
-def test_both_forms_make_one_request() -> None:
-    """Prepared and converted see the same backends: the request does not tell them apart."""
-    from aoquant.ops.call import Call
-
-    for name in ("int4-g128", "nvfp4", "gridflip", "mxfp4", "fp8-row"):
-        for dtype in (BF16, F16, torch.float32):
-            w = torch.randn(256, 512, device=CUDA, dtype=dtype)
-            format, x = get_format(name), torch.randn(3, 512, device=CUDA, dtype=BF16)
-            both = [Call("aoquant", x, None, p, as_operand(format), None, [3], BF16) for p in (w, format.encode(w))]
-            assert request_of(both[0]) == request_of(both[1])
 
 
 def test_graphs_views_and_no_synchronisation() -> None:

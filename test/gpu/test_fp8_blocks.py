@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerBlock
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, backend, quantize_
+from aoquant.report.measure import sqnr
 
 pytestmark = pytest.mark.gpu
 BASE = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
@@ -28,10 +29,6 @@ SHAPES = [
 
 def model(n: int, k: int, *, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(k, n, bias=bias, dtype=torch.bfloat16, device="cuda"))
-
-
-def sqnr(y: Tensor, z: Tensor) -> float:
-    return float(10 * torch.log10(y.double().square().sum() / (y.double() - z.double()).square().sum()))
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -273,15 +273,6 @@ def test_decoded_values_are_the_operand(name: str, dtype: torch.dtype, shape: tu
         assert same(got, codec.decode(f, w, dtype, operand=True))
 
 
-@pytest.mark.parametrize("name", ["int4-g128", "nvfp4-weight", "mxfp4-weight", "fp8", "nvfp4"])
-def test_many_rows_by_a_bound_weight_are_the_general_products(name: str) -> None:
-    model, x = layer(name, n=768), torch.randn(4096, K, device=CUDA, dtype=BF16)
-    with torch.no_grad():
-        bound = model(x)
-        with backend("tensor-cores", role="gemm"):
-            assert same_bytes(bound, model(x))
-
-
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rows", [1, 3, 16, 100])
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant.formats import get_operand
-from aoquant.ops import CodecRequest, codec
+from aoquant.ops import codec
 
 pytestmark = pytest.mark.gpu
 
@@ -169,13 +169,3 @@ def test_layers(config: NVFP4WeightConfig) -> None:
         for rows in (1, 4, 64, 1024):
             x = torch.randn(rows, 768, dtype=BF16, device=CUDA)
             assert torch.equal(gpu(x), packed(x)), rows
-
-
-def test_the_router_says_what_is_fused() -> None:
-    for name, backend_name in (
-        ("hadamard16+nvfp4", "triton"),
-        ("hadamard16+high-precision", "triton"),
-        ("wush16+high-precision", "reference"),
-    ):
-        request = CodecRequest("quantize", get_format(name), CUDA, BF16, 64, 768)
-        assert dict(ops.explain(request))[backend_name] == "runs"

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bits import compare, same
 from support.cpu_library import cpu_builder, with_library
-from support.gemm import request_of, with_values
+from support.gemm import with_values
 from torch import Tensor, nn
 
 import aoquant
@@ -22,7 +23,6 @@ from aoquant import QATConfig, get_format, quantize_
 from aoquant.formats import Encoded, Format
 from aoquant.formats.elements import fma
 from aoquant.ops import Request, codec, explain, native_cpu, router
-from aoquant.ops.call import Call
 from aoquant.ops.gemm import cpu
 from aoquant.recipes import get_recipe
 
@@ -35,11 +35,6 @@ RECIPES = ("int4-g128", "int8-int4", "int8", "int8-weight")
 @pytest.fixture(autouse=True, scope="module")
 def library() -> Iterator[Path]:
     yield from with_library()
-
-
-def bits(t: Tensor) -> Tensor:
-    """NaNs alike, all else by its bits."""
-    return torch.where(t.isnan(), torch.full_like(t, torch.nan), t).contiguous().view(torch.uint8)
 
 
 def product(f: Format, w: Encoded, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -95,46 +90,27 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
             zero.view(-1)[4:7] = torch.tensor([float("nan"), -float("inf"), 0.0]).to(dtype)
         w = w._replace(scale=scale, zero=zero)
     found = codec.decode(f, w, dtype, operand=True)
-    assert torch.equal(bits(found), bits(f.operand(w, dtype)))
-    assert torch.equal(bits(codec.decode(f, w, dtype, operand=True, out=F32)), bits(f.operand(w, dtype).float()))
-    assert torch.equal(bits(codec.decode(f, w, dtype)), bits(f.decode(w, dtype)))
+    assert same(found, f.operand(w, dtype))
+    assert same(codec.decode(f, w, dtype, operand=True, out=F32), f.operand(w, dtype).float())
+    assert same(codec.decode(f, w, dtype), f.decode(w, dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("name", ["int8-row", "int8-row-asym"])
-def test_rows_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) -> None:
-    f = get_format(name)
-    x = torch.randn(300, 203, dtype=dtype) * torch.logspace(-44, 38, 300, dtype=torch.float64).unsqueeze(1).to(dtype)
-    x[0], x[1, 7], x[2, 9], x[3, 3] = 0, float("nan"), float("inf"), -float("inf")
-    x[4:50], x[50:100] = x[4:50].abs(), -x[50:100].abs()
-    want, found = f.encode(x), codec.encode(f, x)
-    for a, b in zip(found.tensors, want.tensors, strict=True):
-        assert (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype)
-        assert a is None or b is None or (a.shape == b.shape and torch.equal(bits(a.float()), bits(b.float())))
-    made = with_values(f, x, dtype, operand=True)
-    assert torch.equal(bits(made.values), bits(f.operand(want, dtype))) and made.encoded is None
-    alpha = f.alpha(want)
-    assert made.alpha is not None and alpha is not None and torch.equal(bits(made.alpha), bits(alpha))
-    kept = with_values(f, x, dtype, keep=True)  # decoded values, not the operand
-    assert kept.encoded is not None and torch.equal(bits(kept.values), bits(f.decode(want, dtype)))
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("name", ["int4-g128", "int4-g32"])
-def test_int4_weights_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) -> None:
-    f = get_format(name)
-    x = torch.randn(300, 256, dtype=dtype) * torch.logspace(-44, 38, 300, dtype=torch.float64).unsqueeze(1).to(dtype)
+@pytest.mark.parametrize("name", ["int8-row", "int8-row-asym", "int4-g128", "int4-g32"])
+def test_matrices_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) -> None:
+    """Codes alone, and with values: the operand in passing, and decoded values beside the codes."""
+    f, k = get_format(name), 203 if name.startswith("int8") else 256
+    x = torch.randn(300, k, dtype=dtype) * torch.logspace(-44, 38, 300, dtype=torch.float64).unsqueeze(1).to(dtype)
     x[0], x[1, 7], x[2, 9], x[3, 3] = 0, float("nan"), float("inf"), -float("inf")
     x[4:50], x[50:100], x[100] = x[4:50].abs(), -x[50:100].abs(), 3.5
-    x[101, ::2], x[102] = 1.0, torch.arange(256) % 31 / 2  # halves of a step
-    want, found = f.encode(x), codec.encode(f, x.t().contiguous().t())
-    assert torch.equal(found.codes, want.codes)
-    for a, b in ((found.scale, want.scale), (found.zero, want.zero)):
-        assert a is not None and b is not None and a.dtype == b.dtype == dtype
-        assert torch.equal(bits(a), bits(b))
-    made = with_values(f, x, dtype, operand=True, keep=True)
-    assert made.encoded is not None and torch.equal(made.encoded.codes, want.codes)
-    assert torch.equal(bits(made.values), bits(f.operand(want, dtype))) and made.alpha is None
+    x[101, ::2], x[102] = 1.0, torch.arange(k) % 31 / 2  # halves of a step
+    want = f.encode(x)
+    for given in (x, x.t().contiguous().t()):
+        compare(codec.encode(f, given), want)
+    made, kept = with_values(f, x, dtype, operand=True), with_values(f, x, dtype, keep=True)
+    assert made.encoded is None and same(made.values, f.operand(want, dtype)) and same(made.alpha, f.alpha(want))
+    assert kept.encoded is not None and same(kept.values, f.decode(want, dtype))
+    compare(kept.encoded, want)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 8, 40])
@@ -334,38 +310,9 @@ def test_every_level_of_instructions_has_the_same_bits(
     assert len(here) == len(there) and all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
 
-def test_operators_refuse_what_they_cannot_read() -> None:
-    f = get_format("int4-g128")
-    w = f.encode(torch.randn(16, 256, dtype=BF16))
-    x, call = torch.randn(2, 256, dtype=BF16), native_cpu.operator("decode_mm")
-    parts = w.codes, w.scale, w.zero, None, None, None, 0, 128
-    assert call(x, *parts).shape == (2, 16)
-    for wrong in (
-        (x[:, :128], *parts),
-        (x.half(), *parts),
-        (x, w.codes[:, ::2], *parts[1:]),
-        (x, w.codes, w.scale, None, *parts[3:]),
-        (x, w.codes, w.scale, w.zero.float() if w.zero is not None else None, *parts[3:]),
-        (x, *parts[:-1], 48),
-        (x, *parts[:-2], 7, 128),
-        (x, *parts[:3], torch.ones(3), *parts[4:]),
-    ):
-        with pytest.raises(RuntimeError):
-            call(*wrong)
-
-
 def test_reasons_not_to_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "isolated from torch" in (cpu_builder.why_not(None, "g++") or "")
     assert "no C++ compiler" in (cpu_builder.why_not(torch, None) or "")
     assert cpu_builder.why_not(torch, "g++") is None
     monkeypatch.setenv("AOQUANT_BUILD_CSRC", "0")
     assert not cpu_builder.wanted(torch) and "not built (AOQUANT_BUILD_CSRC=0)" in capsys.readouterr().out
-
-
-def test_a_call_takes_prepared_and_packed_weights_alike() -> None:
-    from aoquant.formats import as_operand
-
-    f, x, w = as_operand(get_format("int4-g128")), torch.randn(3, 256, dtype=BF16), torch.randn(16, 256, dtype=BF16)
-    calls = [Call("aoquant", x, None, given, f, None, [3], BF16) for given in (w, f.encode(w))]
-    assert request_of(calls[0]) == request_of(calls[1])
-    assert torch.equal(calls[0].run(), calls[1].run())

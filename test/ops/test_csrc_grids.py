@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import same, same_bytes
 from support.grid_inputs import inputs, name_arguments
 from support.host_csrc import host_library
 from torch import Tensor
@@ -66,14 +67,6 @@ def run(
     return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit-equal; NaN equals NaN."""
-    if a.is_floating_point() and a.element_size() > 1:
-        integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-        return bool(((a.view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())).all())
-    return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 CASES = [
     pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}", marks=[] if i % 6 == 2 * j else [pytest.mark.slow])
     for i, name in enumerate(NAMES)
@@ -89,11 +82,8 @@ def test_bytes_are_the_formats(encode: Callable[..., Any], name: str, dtype: tor
         assert measured.outer is not None
         want = fmt.quantize(x, measured)
         got, _ = run(encode, name, x, measured.outer.item())
-        for part in ("scale", "codes", "outer"):
-            a, b = getattr(got, part), getattr(want, part)
-            assert same(a, b), (
-                f"{name} {kind}: {int((a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())} {part} of {a.numel()} differ"
-            )
+        assert same_bytes(got.scale, want.scale) and same_bytes(got.codes, want.codes), kind
+        assert same(got.outer, want.outer), kind
 
 
 @pytest.mark.parametrize(
@@ -180,7 +170,7 @@ def test_an_amax_that_is_not_the_tensors(encode: Callable[..., Any], factor: flo
         amax = x.abs().amax() * factor
         want = get_format(name).quantize(x, get_format(name).measure(x)._replace(outer=amax.view(1, 1)))
         got, _ = run(encode, name, x, amax.item())
-        assert same(got.codes, want.codes) and same(got.scale, want.scale), name  # type: ignore[arg-type]
+        assert same_bytes(got.codes, want.codes) and same_bytes(got.scale, want.scale), name
 
 
 @pytest.mark.parametrize("c", [0.1, 0.25, 0.29])

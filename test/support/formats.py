@@ -58,6 +58,11 @@ EXTRA = [
     "qutlass-nvfp4-static:0.001",
     "te-nvfp4-static:4.5",
 ]
+# of serving engines
+ENGINES = [
+    *("q4_0", "q4_1", "q8_0", "q8_0-x86"),
+    *("fp8-row-vllm-reciprocal", "int8-row-vllm", "int8-row-vllm-reciprocal"),
+]
 # divide as their device does
 NATIVE = [
     "intx8-row-asym-native",
