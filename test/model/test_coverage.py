@@ -16,15 +16,7 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import aoquant
-from aoquant import (
-    Int4WeightConfig,
-    Int8WeightConfig,
-    IntxWeightConfig,
-    NVFP4WeightConfig,
-    PackedTensor,
-    QATConfig,
-    quantize_,
-)
+from aoquant import IntxWeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.layers.qat import QATLinear
 from aoquant.planning import tied
 from aoquant.report import verify
@@ -85,7 +77,7 @@ def test_every_parameter_is_counted_once_with_its_state() -> None:
     found = aoquant.coverage(model)
     assert (found.elements, found.share, found.bytes_share) == (1024 + 4096 + 16384 + 128, 0.0, 0.0)
     with pytest.warns(UserWarning, match="stay float"):
-        quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+        quantize_(model, QATConfig("int4-g32", step="prepare"))
     assert states(model)["up.weight"] == "prepared"
     quiet(model, QATConfig(step="convert"))  # prepare has said it
     found = aoquant.coverage(model)
@@ -102,7 +94,7 @@ def test_stacked_experts_are_named_by_everything_and_strict_raises() -> None:
     """Unless they are left out by name: then nothing is said, not even that the name matches nothing."""
     model = Model()
     with pytest.warns(UserWarning, match=r"75\.7% .*experts.gate_up_proj \(4x64x64\)"):
-        quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+        quantize_(model, QATConfig("int4-g32", step="prepare"))
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
     with pytest.warns(UserWarning, match=r"verified, but .*experts.gate_up_proj"):
@@ -112,15 +104,15 @@ def test_stacked_experts_are_named_by_everything_and_strict_raises() -> None:
     assert [w["names"] for w in totals["float_weights"]] == [["experts.gate_up_proj"], ["embed.weight"]]
     model = Model()
     with pytest.raises(ValueError, match=r"strict: 1 .*experts.gate_up_proj"):
-        quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare"), strict=True)
+        quantize_(model, QATConfig("nvfp4", step="prepare"), strict=True)
     assert type(model.up) is nn.Linear
-    names = {"experts.gate_up_proj": None, "up.weight": QATConfig(Int4WeightConfig(32), step="prepare")}
+    names = {"experts.gate_up_proj": None, "up.weight": QATConfig("int4-g32", step="prepare")}
     quiet(model, FqnToConfig(names), strict=True)
     assert type(model.up) is QATLinear
-    quiet(Model(), FqnToConfig({"experts": None, "up": Int4WeightConfig(32)}))
-    quiet(Model(), Int4WeightConfig(32), lambda m, fqn: fqn == "up", strict=True)
+    quiet(Model(), FqnToConfig({"experts": None, "up": "int4-g32"}))
+    quiet(Model(), "int4-g32", lambda m, fqn: fqn == "up", strict=True)
     covered = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.LayerNorm(64))
-    quiet(covered, QATConfig(Int8WeightConfig(), step="prepare"), strict=True)
+    quiet(covered, QATConfig("int8-weight", step="prepare"), strict=True)
 
 
 def everything(module: nn.Module, fqn: str) -> bool:
@@ -129,14 +121,14 @@ def everything(module: nn.Module, fqn: str) -> bool:
 
 def test_a_convolution_and_a_bag_are_named_when_a_filter_picks_them() -> None:
     with pytest.warns(UserWarning, match=r"0.weight \(64x8x3x3\): Conv2d"):
-        quantize_(nn.Sequential(nn.Conv2d(8, 64, 3), nn.Linear(64, 64)), Int4WeightConfig(32))
+        quantize_(nn.Sequential(nn.Conv2d(8, 64, 3), nn.Linear(64, 64)), "int4-g32")
     with pytest.warns(UserWarning, match=r"0.weight \(4x64\): .*EmbeddingBag"):
-        quantize_(nn.Sequential(nn.EmbeddingBag(4, 64), nn.Linear(64, 512)), Int4WeightConfig(32), everything)
+        quantize_(nn.Sequential(nn.EmbeddingBag(4, 64), nn.Linear(64, 512)), "int4-g32", everything)
     with pytest.raises(ValueError, match=r"EmbeddingBag$"):
-        quantize_(nn.Sequential(nn.EmbeddingBag(4, 64), nn.LayerNorm(64)), Int4WeightConfig(32), everything)
+        quantize_(nn.Sequential(nn.EmbeddingBag(4, 64), nn.LayerNorm(64)), "int4-g32", everything)
     # a filter that reads in_features is not broken by modules without them
     model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Linear(64, 64))
-    quantize_(model, Int4WeightConfig(32), filter_fn=lambda m, fqn: m.in_features == 64)
+    quantize_(model, "int4-g32", filter_fn=lambda m, fqn: m.in_features == 64)
     assert isinstance(model[1].weight, PackedTensor)
 
 
@@ -144,7 +136,7 @@ def test_a_convolution_and_a_bag_are_named_when_a_filter_picks_them() -> None:
 def test_a_key_that_names_a_parameter_is_refused(key: str) -> None:
     model = Model()
     with pytest.raises(ValueError, match=r"names the parameter (experts.gate_up_proj|norm.weight) .*cannot quantise"):
-        quantize_(model, FqnToConfig({key: Int4WeightConfig(32), "up": Int4WeightConfig(32)}))
+        quantize_(model, FqnToConfig({key: "int4-g32", "up": "int4-g32"}))
     assert type(model.up.weight) is nn.Parameter
 
 
@@ -159,23 +151,23 @@ def test_two_parameters_over_one_memory_are_tied() -> None:
     model = tied_by_memory()
     assert [w.names for w in aoquant.coverage(model).weights if w.elements == 4096] == [("0.weight", "2.weight")]
     x = torch.randn(2, 64)
-    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    quantize_(model, QATConfig("int4-g32", step="prepare"))
     y = model(x)
     quantize_(model, QATConfig(step="convert"))
     assert model[0].weight is model[2].weight
     assert torch.equal(model(x), y)
     with pytest.raises(ValueError, match=r"tied \(0.weight, 2.weight\)"):
-        quantize_(tied_by_memory(), Int4WeightConfig(32), filter_fn=lambda m, fqn: fqn == "0")
+        quantize_(tied_by_memory(), "int4-g32", filter_fn=lambda m, fqn: fqn == "0")
 
 
 def test_skip_incompatible_leaves_out_what_cannot_and_says_why() -> None:
     """Both users of a weight."""
-    config = QATConfig(Int4WeightConfig(128), step="prepare")
+    config = QATConfig("int4-g128", step="prepare")
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
     with pytest.raises(ValueError, match=r"strict: 1 .*1.weight"):
         quantize_(model, config, skip_incompatible=True, strict=True)
     with pytest.raises(ValueError, match="none of the 2 chosen"):
-        quantize_(model, Int4WeightConfig(256), skip_incompatible=True)
+        quantize_(model, "int4-g256/", skip_incompatible=True)
     with pytest.warns(UserWarning, match=r"(?s)1 layer.*1 \(128, 64\): .*K = 64"):
         quantize_(model, config, skip_incompatible=True)
     assert [type(m) for m in model] == [QATLinear, nn.Linear]
@@ -183,7 +175,7 @@ def test_skip_incompatible_leaves_out_what_cannot_and_says_why() -> None:
     assert (row.state, "K = 64" in row.about) == ("incompatible", True)
     both = tied_by_memory().append(nn.Linear(128, 64))
     with pytest.warns(UserWarning, match="2 layer"):
-        quantize_(both, Int4WeightConfig(128), skip_incompatible=True)
+        quantize_(both, "int4-g128", skip_incompatible=True)
     assert [isinstance(both[i].weight, PackedTensor) for i in (0, 2, 3)] == [False, False, True]
 
 
@@ -194,9 +186,9 @@ def test_more_than_a_twentieth_of_a_model_is_worth_a_warning() -> None:
         assert (0.05 < share < 0.1) == said
         if said:
             with pytest.warns(UserWarning, match="stay float"):
-                quantize_(model, Int4WeightConfig(32))
+                quantize_(model, "int4-g32")
         else:
-            quiet(model, Int4WeightConfig(32))
+            quiet(model, "int4-g32")
 
 
 def test_empty_views_of_one_memory_are_not_tied() -> None:
@@ -234,5 +226,5 @@ def test_the_head_and_the_embedding_are_left_out_by_default() -> None:
 def test_a_filter_is_a_function_of_module_and_name() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="filter_fn"):
-        quantize_(model, Int4WeightConfig(32), lambda module: True)  # type: ignore[arg-type, misc]
-    quantize_(model, Int4WeightConfig(32), lambda *names: True)
+        quantize_(model, "int4-g32", lambda module: True)  # type: ignore[arg-type, misc]
+    quantize_(model, "int4-g32", lambda *names: True)

@@ -29,31 +29,14 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import (
-    FP8WeightConfig,
-    Int4WeightConfig,
-    Int8WeightConfig,
-    IntxWeightConfig,
-    MXFP4WeightConfig,
-    MXFP8WeightConfig,
-    NVFP4WeightConfig,
-    QATConfig,
-    quantize_,
-)
+from aoquant import QATConfig, quantize_
 
 MX = MXDynamicActivationMXWeightConfig(kernel_preference=KernelPreference.EMULATED)
 NVFP4 = NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)
 FP8 = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
 BASES: dict[str, Any] = {
-    "int4": Int4WeightConfig(32),
-    "int4-fp8": Int4WeightConfig(32, activation="fp8-row"),
-    "intx": IntxWeightConfig(4, 32, activation="intx8-row-asym"),
-    "int8": Int8WeightConfig(activation="int8-row"),
-    "fp8": FP8WeightConfig(),
-    "fp8-block": FP8WeightConfig(granularity="block"),
-    "mxfp4": MXFP4WeightConfig(),
-    "mxfp8": MXFP8WeightConfig(),
-    "nvfp4": NVFP4WeightConfig(),
+    **{name: name for name in ("int4-g32", "int4-g32/fp8-row", "intx4-g32/intx8-row-asym", "int8-row/int8-row")},
+    **{name: name for name in ("fp8", "fp8-block", "mxfp4", "mxfp8", "nvfp4")},
     "torchao-mx": MX,
     "torchao-nvfp4": NVFP4,
     "torchao-fp8": FP8,
@@ -115,7 +98,7 @@ SHAPES: dict[str, tuple[Any, tuple[int, int]]] = {
     "fp8": (FP8, (40, 128)),
     "nvfp4": (NVFP4, (40, 128)),
     "mx": (MX, (32, 80)),
-    "fp8-block": (FP8WeightConfig(granularity="block"), (32, 192)),
+    "fp8-block": ("fp8-block", (32, 192)),
     "int8": (Int8DynamicActivationInt8WeightConfig(), (32, 1)),
 }
 
