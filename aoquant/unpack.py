@@ -29,10 +29,10 @@ from aoquant.formats import Encoded, Scales
 from aoquant.layers import held, replaced
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import kind_of
-from aoquant.layers.packed import adopt
 from aoquant.layers.packed_experts import PackedExperts
-from aoquant.layers.qat import Prepared, QATLayer
+from aoquant.layers.qat import Prepared
 from aoquant.planning.plan import prepare_target
+from aoquant.planning.restore import restoring
 from aoquant.quantize import config_of, packed_config, quantize_
 from aoquant.tensor import PackedTensor
 
@@ -82,37 +82,23 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             _check_held(name, packed[name])
         configs[name] = QATConfig(config_of(module), step="prepare", scales=own, **options)
     floats: dict[int, nn.Parameter] = {}
-    for module in layers.values():
-        weight, kind = module.weight, kind_of(module)
-        if id(weight) not in floats:
-            values = weight.dequantize()
-            floats[id(weight)] = nn.Parameter(values.t().contiguous() if kind and kind.transposed else values)
-        module.weight = floats[id(weight)]
-    try:
+    with restoring([*layers.values(), *{id(s.module): s.module for s in stacks}.values()]):
+        for module in layers.values():
+            weight, kind = module.weight, kind_of(module)
+            if id(weight) not in floats:
+                values = weight.dequantize()
+                floats[id(weight)] = nn.Parameter(values.t().contiguous() if kind and kind.transposed else values)
+            module.weight = floats[id(weight)]
         if configs:
             quantize_(model, FqnToConfig(configs))
         problems = [name for name in layers if not _restored(model.get_submodule(name), packed[name])]
-        formats = {name: w.format for name, w in packed.items()}
-        for stack in stacks:
-            formats[stack.fqn] = stack.packed.format
-            problems += [] if _prepared(stack, options) else [stack.fqn]
+        problems += [stack.fqn for stack in stacks if not _prepared(stack, options)]
         if problems:
+            formats = {name: w.format for name, w in packed.items()} | {s.fqn: s.packed.format for s in stacks}
             raise ValueError(
                 f"{len(problems)} layer(s), such as {problems[0]} ({formats[problems[0]]}), have values whose codes are others when "
                 "they are encoded again: load the model in float32, or train it from its float weights"
             )
-    except BaseException:
-        for name in layers:
-            layer: Any = model.get_submodule(name)
-            if isinstance(layer, QATLayer):
-                layer.unprepare()
-            layer.weight = packed[name]
-            adopt(layer)
-        for stack in stacks:
-            if isinstance(stack.module, QATExperts) and stack.name in stack.module.stacks:
-                stack.module.unprepare_stack(stack.name)
-            setattr(stack.module, stack.name, stack.packed)
-        raise
     replaced.record(model)
 
 
