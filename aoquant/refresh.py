@@ -44,9 +44,14 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
     experts = {name: m for name, m in prepared.named_modules() if isinstance(m, QATExperts)}
     if not layers and not experts:
         raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
-    targets: dict[str, PackedTensor] = {_at(name, "weight"): _target(name, m, packed) for name, m in layers.items()}
-    for name, m in experts.items():
-        targets |= {_at(name, stack): _stack_target(name, m, stack, packed) for stack in m.stacks}
+    targets: dict[str, PackedTensor] = {}
+    for name, layer in layers.items():
+        recipe, activation = layer.prepared.recipe, deployed_recipe(layer).input_name
+        targets[_at(name, "weight")] = _target(name, "weight", layer.matrix(), recipe, activation, packed)
+    for name, module in experts.items():
+        for stack, prepared_stack in module.stacks.items():
+            recipe, weight = prepared_stack.recipe, getattr(module, stack)
+            targets[_at(name, stack)] = _target(name, stack, weight, recipe, recipe.input_name, packed)
     _check_all(packed, targets)
     floats = _floats(packed, prepared, targets)
     done: set[int] = set()
@@ -87,25 +92,13 @@ def _at(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
-    """The packed weight that belongs to a prepared layer."""
-    recipe = layer.prepared.recipe
-    weight = _packed(name, "weight", layer.matrix(), recipe, packed)
-    _check_activation(name, deployed_recipe(layer).input_name, weight)
-    return weight
+def _target(
+    owner: str, parameter: str, weight: Any, recipe: LinearRecipe, activation: str, packed: nn.Module
+) -> PackedTensor:
+    """The packed weight that belongs to a prepared one: of the recipe's format, and of the shape of `weight`.
 
-
-def _stack_target(owner: str, module: QATExperts, stack: str, packed: nn.Module) -> PackedExperts:
-    """The packed experts that belong to a prepared stack."""
-    recipe = module.stacks[stack].recipe
-    weight = _packed(owner, stack, getattr(module, stack), recipe, packed)
-    assert isinstance(weight, PackedExperts)
-    _check_activation(_at(owner, stack), recipe.input_name, weight)
-    return weight
-
-
-def _packed(owner: str, parameter: str, weight: Any, recipe: LinearRecipe, packed: nn.Module) -> PackedTensor:
-    """The packed weight of a module, when it has the recipe's format and the shape of `weight`."""
+    activation: how a converted layer quantises its input.
+    """
     name = owner if parameter == "weight" else _at(owner, parameter)
     try:
         module = packed.get_submodule(owner)
@@ -125,16 +118,12 @@ def _packed(owner: str, parameter: str, weight: Any, recipe: LinearRecipe, packe
         raise ValueError(
             f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model"
         )
-    return found
-
-
-def _check_activation(name: str, activation: str, weight: PackedTensor) -> None:
-    """Raise ValueError where a converted layer quantises its input in another way."""
-    if activation != weight.activation:
+    if activation != found.activation:
         raise ValueError(
-            f"refresh_: {name} quantises its input as {activation}, and the converted model as {weight.activation or 'high precision'}, which "
+            f"refresh_: {name} quantises its input as {activation}, and the converted model as {found.activation or 'high precision'}, which "
             "its compiled code knows as a constant: convert a copy anew after calibrating, and freeze input scales while rollouts run"
         )
+    return found
 
 
 def deployed_recipe(layer: QATLayer) -> LinearRecipe:
