@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -152,27 +151,6 @@ def test_results_belong_to_their_texts(modules: ModuleType, inputs: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("more", "name"),
-    [
-        ("--text nothere.txt", "--text"),
-        ("--block 128", "--block"),
-        ("--tokens 63", "--tokens"),
-        ("--batch 0", "--batch"),
-        ("--search 3", "--search"),
-        ("--losses kld", "--losses"),
-    ],
-)
-def test_a_wrong_option_is_one_line(
-    modules: ModuleType, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, name: str
-) -> None:
-    given = ["experiments", *arguments(inputs, tmp_path / "out", *more.split()), "--dry-run"]
-    with patch.object(sys, "argv", given), patch("signal.signal"), pytest.raises(SystemExit) as ended:
-        imported("command")[0].start(0.0)
-    said = str(ended.value.code) if isinstance(ended.value.code, str) else capsys.readouterr().err.splitlines()[-1]
-    assert name in said and "\n" not in said
-
-
-@pytest.mark.parametrize(
     ("stage", "change", "name"),
     [
         ("checks", {}, None),
@@ -246,21 +224,3 @@ def test_the_pages_are_written_from_a_table_and_a_second_time_change_nothing(
     assert "| `int4-g128` | 4.25 | 70.00 | 53.00 | 57.00 |" in first["README.md"]
     publish.publish(out, root=root)
     assert {name: (root / name).read_text(encoding="utf-8") for name in pages} == first
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ('about = "x"\nkind = "aoquant"\nrecipe = "nvfp5"', "nvfp5"),
-        ('about = "x"\nkind = "other"', "kind"),
-        ('about = "x"\nkind = "float"\nrates = [1]', "rates"),
-        ('about = "x"\nkind = "torchao"\nrecipe = "int5"', "recipe"),
-        ('about = "x"\nkind = "float"\nagainst = "nothing"', "against"),
-    ],
-)
-def test_a_row_that_is_wrong_is_refused(modules: ModuleType, tmp_path: Path, text: str, name: str) -> None:
-    (rows,) = imported("rows")
-    assert rows.load_all()  # the committed rows can be made
-    (tmp_path / "row.toml").write_text(text)
-    with pytest.raises(ValueError, match=name):
-        rows.load_all(tmp_path)

@@ -43,19 +43,3 @@ def test_the_parts_of_a_mix_are_in_its_order(modules: ModuleType, tmp_path: Path
     }
     with lzma.open(tmp_path / "out" / "train_mix_rest.txt.xz", "rt", encoding="utf-8") as file:
         assert file.read() == "third.\n\n<|endoftext|>\nsecond.\n"
-
-
-@pytest.mark.parametrize(
-    ("small", "pages", "said"),
-    [
-        (["none of the mix.\n"], [RAW], "--small must hold documents of --mix alone, got 1 others"),
-        (["first.\n"], [RAW, " = Another = \n"], "--mix must hold all training pages of --wikitext, 1 are missing"),
-    ],
-)
-def test_what_is_no_part_of_a_mix_is_refused(
-    modules: ModuleType, tmp_path: Path, small: list[str], pages: list[str], said: str
-) -> None:
-    written(tmp_path, mix=DOCUMENTS, small=small, pages=pages)
-    parts = importlib.import_module("mix").parts
-    with pytest.raises(ValueError, match=said):
-        parts(tmp_path / "mix.txt", tmp_path / "small.txt", tmp_path)

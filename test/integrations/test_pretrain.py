@@ -1,36 +1,45 @@
-"""The two scripts that make the demo: pretraining resumes bit for bit, generation repeats bit for bit.
+"""Smoke tests of the scripts that make the demo: pretraining resumes and generation repeats bit for bit."""
 
-Text here is a sentence drawn at random a few thousand times: enough to train a tokenizer and to see a loss fall.
-"""
+from __future__ import annotations
 
+import csv
 import importlib
 import json
+import os
 import random
-import runpy
+import shutil
+import subprocess
 import sys
+import traceback
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.two_ranks import on_two_ranks
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
-EVAL = Path(__file__).parents[2] / "eval"
+from aoquant import cli, load_pretrained
+from aoquant.integrations import job
+from aoquant.layers.packed_experts import PackedExperts
+
+ROOT = Path(__file__).parents[2]
+EVAL = ROOT / "eval"
 SMALL: dict[str, Any] = {
     "vocab": 320, "hidden": 128, "intermediate": 128, "layers": 1, "heads": 2, "kv_heads": 1, "window": 32, "batch": 4,
-    "steps": 12, "warmup": 2, "lr": 1e-2, "log_every": 5, "anneal_share": 0.5, "anneal_fraction": 0.5, "device": "cpu",
+    "steps": 6, "warmup": 2, "lr": 1e-2, "log_every": 5, "anneal_share": 0.5, "anneal_fraction": 0.5, "device": "cpu",
 }  # fmt: skip
-
+MOE = SMALL | {"arch": "moe", "experts": 4, "top_k": 2, "shard_mb": 0.2}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The modules of eval/, as a script there sees them."""
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module of eval/, as a script there sees it."""
     monkeypatch.syspath_prepend(str(EVAL))
-    return {name: importlib.import_module(name) for name in ("pretrain", "generate", "corpus")}
+    return importlib.import_module
 
 
 @pytest.fixture
@@ -43,137 +52,120 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model(scripts: dict[str, ModuleType], text: Path, tmp_path: Path) -> Path:
-    """A model trained straight through."""
-    pretrain = scripts["pretrain"]
-    pretrain.main(pretrain.Config(text=(text,), anneal=(text,), validation=(text,), out=tmp_path / "straight", **SMALL))
-    return tmp_path / "straight" / "model"
+def train(script: Any, text: Path, tmp_path: Path) -> Any:
+    """Train a model in a folder of tmp_path, and return that folder."""
+
+    def run(out: str, settings: dict[str, Any] = SMALL, **more: Any) -> Path:
+        texts = dict.fromkeys(("text", "anneal", "validation", "held_out"), (text,))
+        config = script("pretrain").Config(
+            **texts | settings | {"out": tmp_path / out, "corpus": tmp_path / "ids"} | more
+        )
+        script("pretrain").main(config)
+        return tmp_path / out
+
+    return run
 
 
-def test_stopping_and_resuming_changes_no_bit(
-    scripts: dict[str, ModuleType], text: Path, model: Path, tmp_path: Path
-) -> None:
-    pretrain, out = scripts["pretrain"], tmp_path / "halves"
-    settings = {"text": (text,), "anneal": (text,), "validation": (text,), "out": out} | SMALL
-    # 7 is neither a multiple of log_every nor in the anneal phase's half: both must survive the stop.
-    pretrain.main(pretrain.Config(**settings, stop_at=7))
-    pretrain.main(pretrain.Config(**settings, resume=True))
-    straight, halves = load_file(model / "model.safetensors"), load_file(out / "model" / "model.safetensors")
-    assert straight.keys() == halves.keys()
-    assert all(torch.equal(straight[name], halves[name]) for name in straight)
-    logs = [json.loads((folder / "train_log.json").read_text()) for folder in (model.parent, out)]
-    assert logs[0]["losses"] == logs[1]["losses"]
-    assert logs[0]["validation_bits_per_byte"] == logs[1]["validation_bits_per_byte"]
-    assert logs[0]["losses"][-1] < logs[0]["losses"][0]
-    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (model.parent, out)]
-    for key in states[0]["optimizer"]["state"]:
-        for name, value in states[0]["optimizer"]["state"][key].items():
-            assert torch.equal(value, states[1]["optimizer"]["state"][key][name])
+def log_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "train_log.json").read_text())
+    return found
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    """Compare weights, optimizer states, random states and losses of two runs."""
+    a, b = (torch.load(out / "checkpoint.pt", weights_only=True) for out in (one, other))
+    assert a["model"].keys() == b["model"].keys() and a["step"] == b["step"]
+    assert all(torch.equal(value, b["model"][key]) for key, value in a["model"].items())
+    for key, state in a["optimizer"]["state"].items():
+        assert all(torch.equal(value, b["optimizer"]["state"][key][name]) for name, value in state.items())
+    assert log_of(one)["losses"] == log_of(other)["losses"]
+    for file in (one / "model").glob("*.safetensors"):
+        assert file.read_bytes() == (other / "model" / file.name).read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backward"),
+    "settings",
     [
-        pytest.param(*v, marks=pytest.mark.slow)
-        for v in (("quartet2", None), ("quartet", None), ("gridflip", "nvfp4-sr"))
+        SMALL,
+        MOE,
+        *(
+            pytest.param(SMALL | {"recipe": recipe, "backward": backward, "accumulate": 2}, marks=pytest.mark.slow)
+            for recipe, backward in (("quartet2", None), ("quartet", None), ("gridflip", "nvfp4-sr"))
+        ),
     ],
+    ids=["llama", "experts", "quartet2", "quartet", "gridflip"],
 )
-def test_a_recipe_from_scratch_resumes_bit_for_bit(
-    scripts: dict[str, ModuleType], text: Path, tmp_path: Path, recipe: str, backward: str | None
-) -> None:
-    """In two micro-batches a step; what is saved as a model is plain, and what is saved as a checkpoint draws on where
-    it stopped.
-    """
-    pretrain = scripts["pretrain"]
-    settings = {"text": (text,), "validation": (text,)} | SMALL
-    settings |= {"recipe": recipe, "backward": backward, "accumulate": 2, "steps": 5}
-    for name, halves in (("straight", [{}]), ("halves", [{"stop_at": 3}, {"resume": True}])):
-        for options in halves:
-            pretrain.main(pretrain.Config(**settings, out=tmp_path / name, **options))
-    straight, halves = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("straight", "halves")
-    )
-    assert straight["step"] == 5 and straight["model"].keys() == halves["model"].keys()
-    assert all(torch.equal(straight["model"][key], halves["model"][key]) for key in straight["model"])
-    states = [value for key, value in straight["model"].items() if key.endswith("backward_random")]
-    assert len(states) == 7 and all(value.tolist()[::2] == [0, 10] for value in states)
-    assert torch.equal(straight["losses"], halves["losses"])
-    saved = load_file(tmp_path / "halves" / "model" / "model.safetensors")
-    assert not any("random" in key for key in saved)
-    for key, value in saved.items():
-        assert torch.equal(value, straight["model"][key].bfloat16())
+def test_stopping_and_resuming_changes_no_bit(train: Any, settings: dict[str, Any]) -> None:
+    straight = train("straight", settings)
+    train("halves", settings, stop_at=4)  # within the last half, which anneals
+    halves = train("halves", settings, resume=True)
+    assert_same_bits(straight, halves)
+    log = log_of(straight)
+    assert log["losses"][-1] < log["losses"][0]
+    assert log["overlap_with_held_out"]["share"] == 1  # it was trained on its held-out text
+    files = sorted((straight / "model").glob("*.safetensors"))
+    assert not any("random" in name for file in files for name in load_file(file))
+    assert (len(files) > 2) == (settings is MOE) and set(log["model_sha256"]) == {file.name for file in files}
+    model = AutoModelForCausalLM.from_pretrained(straight / "model")
+    assert isinstance(model, MixtralForCausalLM) == (settings is MOE) and model.dtype == torch.bfloat16
 
 
-def test_micro_batches_are_the_batch(scripts: dict[str, ModuleType], text: Path, tmp_path: Path) -> None:
+def train_on(rank: int, port: int, queue: Any) -> None:
+    """Run one rank, straight and in halves; put what went wrong."""
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(EVAL))
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        pretrain, place = importlib.import_module("pretrain"), Path(os.environ["PRETRAIN_TEST"])
+        for out, options in (("straight", {}), ("halves", {"stop_at": 3}), ("halves", {"resume": True})):
+            settings = MOE | {"text": (place / "text.txt",), "corpus": place / "corpus"}
+            pretrain.main(pretrain.Config(**settings, out=place / out, **options))
+        torch.distributed.destroy_process_group()
+        queue.put("")
+    except Exception:
+        queue.put(traceback.format_exc())
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_and_resume(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETRAIN_TEST", str(tmp_path))
+    assert on_two_ranks(train_on) == ["", ""]
+    assert_same_bits(tmp_path / "straight", tmp_path / "halves")
+    alone = MOE | {"anneal": (), "validation": (), "held_out": ()}
+    with pytest.raises(ValueError, match="ranks from 2 to 1"):
+        train("halves", alone, resume=True)
+    # means over halves are added up in another order, and experts are balanced half by half
+    one = log_of(train("one", alone))["losses"]
+    assert one == pytest.approx(log_of(tmp_path / "straight")["losses"], abs=2e-2)
+
+
+def test_micro_batches_are_the_batch(train: Any) -> None:
     """The mean over two halves is the mean over the whole, up to the order of sums."""
-    pretrain, found = scripts["pretrain"], []
-    for accumulate in (1, 2):
-        settings = {"text": (text,)} | SMALL | {"steps": 3, "accumulate": accumulate}
-        pretrain.main(pretrain.Config(**settings, out=tmp_path / str(accumulate)))
-        found.append(torch.load(tmp_path / str(accumulate) / "checkpoint.pt", weights_only=True)["losses"])
+    found = [torch.load(train(str(n), accumulate=n) / "checkpoint.pt", weights_only=True)["losses"] for n in (1, 2)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_resume_refuses_other_settings(
-    scripts: dict[str, ModuleType], text: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretrain = scripts["pretrain"]
-    settings = {"text": (text,), "anneal": (text,), "validation": (text,), "out": model.parent} | SMALL | {"lr": 2e-2}
-    with pytest.raises(
-        ValueError, match=r"changed: lr from 0\.01 to 0\.02, recipe from 'bf16' to 'quartet'\. Give them"
-    ):
-        pretrain.main(pretrain.Config(**settings, resume=True, recipe="quartet"))
-    arguments = {"text": text, "anneal": text, "validation": text, "out": model.parent} | SMALL | {"lr": 2e-2}
-    typed = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", *typed, "--resume"])
-    with pytest.raises(SystemExit, match=r"^pretrain\.py: resume needs .*changed: lr from"):
-        runpy.run_path(str(EVAL / "pretrain.py"), run_name="__main__")
-    with pytest.raises(ValueError, match="out has the checkpoint of a run"):
-        pretrain.Config(**settings)
+def test_the_loss_of_experts_is_transformers_own(script: Any, text: Path, tmp_path: Path) -> None:
+    config = script("pretrain").Config(text=(text,), out=tmp_path, **MOE | {"balance": 0.5})
+    model = script("pretrain").build_model(config)
+    windows = torch.randint(320, (4, 33), generator=torch.Generator().manual_seed(0))
+    found = script("pretrain_model").window_loss(model, windows)
+    own = model(input_ids=windows[:, :-1], output_router_logits=True)
+    torch.testing.assert_close(found.balance, 0.5 * own.aux_loss)
+    wanted = torch.nn.functional.cross_entropy(own.logits.flatten(0, 1), windows[:, 1:].flatten())
+    torch.testing.assert_close(found.token, wanted)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"hidden": 192}, "hidden must be a positive multiple of 128"),
-        ({"intermediate": 320}, "intermediate must be a positive multiple of 128"),
-        ({"heads": 3}, "heads must be a divisor"),
-        ({"kv_heads": 4}, "kv_heads must be a divisor"),
-        ({"vocab": 256}, "vocab must be in 257"),
-        ({"warmup": 13}, "warmup must be in 0"),
-        ({"stop_at": 13}, "stop_at must be in 1"),
-        ({"resume": True}, "resume needs a run that stopped"),
-        ({"graph": True}, "graph must be False on device cpu"),
-        ({"validate_every": 0}, "validate_every must be positive"),
-        ({"accumulate": 3}, "accumulate must be a divisor of batch = 4"),
-        ({"recipe": "quartet3"}, "no recipe is called 'quartet3'"),
-        ({"recipe": "quartet", "backward": "mxfp5"}, "no format is called 'mxfp5'"),
-        ({"backward": "quartet"}, "backward must be None with recipe bf16"),
-        ({"text": (Path("no-such-file"),)}, "text must be paths"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_config_refuses(scripts: dict[str, ModuleType], text: Path, tmp_path: Path, change: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        scripts["pretrain"].Config(**({"text": (text,), "out": tmp_path / "out"} | SMALL | change))
-
-
-def test_documents_survive_encoding(scripts: dict[str, ModuleType], text: Path) -> None:
-    corpus = scripts["corpus"]
-    documents = corpus.read_documents((text,))
-    tokenizer = corpus.train_tokenizer(documents, 320, 10**6)
-    ids = corpus.encode(tokenizer, documents, "text").tolist()
-    assert tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False).split(corpus.END)[1:] == documents
-
-
-def test_learning_rate_schedules(scripts: dict[str, ModuleType], text: Path, tmp_path: Path) -> None:
-    pretrain, base = scripts["pretrain"], {"text": (text,), "out": tmp_path / "out"} | SMALL
-    base |= {"steps": 10, "warmup": 2, "lr": 1.0}
-    flat = pretrain.Config(**base, schedule="wsd", decay_fraction=0.5)
-    assert [pretrain.lr_at(flat, step) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    cosine = pretrain.Config(**base, schedule="cosine")
-    assert pretrain.lr_at(cosine, 2) == 1
-    assert pretrain.lr_at(cosine, 6) == pytest.approx(0.5)
+def test_other_settings_and_other_text_are_refused(train: Any, text: Path, tmp_path: Path) -> None:
+    train("out", stop_at=2)
+    with pytest.raises(ValueError, match=r"lr from 0\.01 to 0\.02"):
+        train("out", resume=True, lr=2e-2)
+    with pytest.raises(ValueError, match="out has"):
+        train("out")
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text("utf-8") + " more", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"differs in text$"):
+        train("new", text=(other,))
 
 
 @pytest.mark.parametrize(
@@ -181,30 +173,50 @@ def test_learning_rate_schedules(scripts: dict[str, ModuleType], text: Path, tmp
     [{}, pytest.param({"first": "vocabulary", "greedy": 3, "top_k": 50, "top_p": 0.9}, marks=pytest.mark.slow)],
 )
 def test_generation_repeats_and_its_two_sets_are_disjoint(
-    scripts: dict[str, ModuleType], model: Path, tmp_path: Path, options: dict[str, Any]
+    script: Any, train: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    generate = scripts["generate"]
+    generate, model = script("generate"), train("trained", steps=12) / "model"
     settings = {"train_bytes": 2000, "held_out_bytes": 500, "batch": 16, "min_tokens": 4, "device": "cpu"} | options
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         generate.main(generate.Config(model=model, out=tmp_path / name, seed=seed, **settings))
     written = {name: (tmp_path / name / "train.jsonl").read_bytes() for name in "abc"}
     assert written["a"] == written["b"] != written["c"]
-    pages = {
-        part: [json.loads(line)["page"] for line in (tmp_path / "a" / f"{part}.jsonl").read_text("utf-8").splitlines()]
-        for part in ("train", "heldout")
-    }
-    assert sum(len(page.encode()) for page in pages["train"]) >= 2000
-    assert not {run for page in pages["train"] for run in generate.runs(page)} & {
-        run for page in pages["heldout"] for run in generate.runs(page)
-    }
-    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    assert manifest["train"]["documents"] == len(pages["train"])
-    assert manifest["train"]["seed"] != manifest["heldout"]["seed"]
+    lines = [(tmp_path / "a" / f"{part}.jsonl").read_text("utf-8").splitlines() for part in ("train", "heldout")]
+    pages = [[json.loads(line)["page"] for line in part] for part in lines]
+    assert sum(len(page.encode()) for page in pages[0]) >= 2000
+    runs = [{run for page in part for run in generate.runs(page)} for part in pages]
+    assert not runs[0] & runs[1]
 
 
-def test_truncation_keeps_the_likeliest(scripts: dict[str, ModuleType]) -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()[:, [2, 0, 3, 1]]
-    truncate = scripts["generate"].truncate
-    assert torch.isfinite(truncate(logits, 2, 1.0)).tolist() == [[False, True, False, True]]
-    assert torch.isfinite(truncate(logits, 0, 0.6)).tolist() == [[False, True, False, True]]
-    assert torch.isfinite(truncate(logits, 0, 0.01)).tolist() == [[False, True, False, False]]
+def test_run_gives_the_table_of_a_mixtral_whose_experts_are_int4(script: Any, tmp_path: Path) -> None:
+    """From text to a checkpoint: pretrained, then float, PTQ and QAT of its experts alone."""
+    text, out, pretrain = tmp_path / "text.jsonl", tmp_path / "run", script("pretrain")
+    lines = (EVAL / "assets" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    text.write_text("\n".join(lines), encoding="utf-8")
+    shutil.copy(EVAL / "assets" / "heldout.jsonl", tmp_path / "test.jsonl")
+    settings = MOE | {"vocab": 384, "steps": 4, "window": 128, "anneal_fraction": 0.0}
+    pretrain.main(pretrain.Config(text=(text,), out=tmp_path / "demo", **settings))
+    options = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--device", "cpu"]
+    options += ["--train-text", str(text), "--wikitext", str(tmp_path), "--recipe", "int4-g32-experts"]
+    cli.main(["run", "--model", str(tmp_path / "demo" / "model"), *options, "--out", str(out)])
+    numbers = json.loads((out / job.RESULTS).read_text())
+    words = [s["perplexity"]["word_perplexity"] for s in numbers["stages"]]
+    assert len(set(words[:4])) == 4 and words[3] == words[4]
+    assert numbers["min_sqnr_db"] == "inf" and numbers["reload"] == "logits bit-equal"
+    experts = load_pretrained(out / "checkpoint").model.layers[0].mlp.experts
+    assert all(isinstance(p.data, PackedExperts) for p in experts.parameters())
+
+
+@pytest.mark.slow
+def test_recipes_are_compared_in_one_table_and_a_second_call_has_nothing_to_do(text: Path, tmp_path: Path) -> None:
+    small = ["vocab=300", "hidden=128", "intermediate=128", "layers=1", "heads=2", "kv_heads=1", "window=16"]
+    given = ["--variants", "bf16", "bf16, again", "--seeds", "1", "--steps", "8", "--jobs", "2", "--device", "cpu"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "pretrain_recipes.py"), "--text", str(text), *given]
+    command += ["--validation", str(text), "--out", str(tmp_path / "out"), "--set", *small, "batch=2", "log_every=1"]
+    printed = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    lines = [[line for line in text.splitlines() if not line.startswith("date ")] for text in printed]
+    assert lines[0] == lines[1]
+    with (tmp_path / "out" / "pretrain_recipes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["variant"], r["step"]) for r in rows] == [(n, s) for n in ("bf16", "bf16, again") for s in "2468"]
+    assert rows[3]["held_out_loss"] == rows[7]["held_out_loss"] < rows[0]["held_out_loss"]  # a CPU adds in one order
