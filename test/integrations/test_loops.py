@@ -112,8 +112,15 @@ def test_trl_fine_tunes_a_prepared_model(tmp_path: Path) -> None:
     assert trained.lm_head.weight is trained.model.embed_tokens.weight
     y = logits(trained)
     assert not torch.equal(y, before)
+    assert "forward" in vars(trained)  # SFTTrainer replaces it: a copy would run the layers of the original
+    copied = copy.deepcopy(trained)
+    with pytest.raises(ValueError, match="forward"):
+        quantize_(copied, QATConfig(step="convert"))
+    del copied.forward
+    quantize_(copied, QATConfig(step="convert"))
     quantize_(trained, QATConfig(step="convert"))
     assert torch.equal(logits(trained), y)
+    assert torch.equal(logits(copied), y)
 
 
 @pytest.mark.parametrize("kind", [QATLoraLinear, pytest.param(PackedLoraLinear, marks=pytest.mark.slow)])

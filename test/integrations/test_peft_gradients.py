@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from peft import get_peft_model
 from support.adapters import layer, lora
 from torch import nn
 from torchao.quantization import (
@@ -23,8 +23,6 @@ from torchao.quantization import (
 )
 
 from aoquant import Int4WeightConfig, Int8WeightConfig, QATConfig, quantize_
-from aoquant.integrations import peft_gradients
-from aoquant.layers.qat import QATLinear
 from aoquant.recipes import get_recipe
 from aoquant.report.measure import weight_value
 
@@ -104,13 +102,6 @@ def test_a_tensor_whose_values_nobody_can_tell_is_refused_by_name() -> None:
     assert torch.equal(model.eval().requires_grad_(False)(x), y)
 
 
-def test_injecting_twice_and_copying_leave_one_hook() -> None:
-    model = layers(CONFIGS["ao.int8-int8"], ["0"])
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["1"]))
-    first, second = copy.deepcopy(model).base_model.model
-    assert len(first.base_layer._forward_hooks) == len(second.base_layer._forward_hooks) == 1
-
-
 def test_values_that_a_learned_weight_scale_clips_give_adapters_no_gradient() -> None:
     with pytest.warns(UserWarning, match="peft froze 1 learned scales"):
         adapted, x, g = layer(Int8WeightConfig(), scales="learned")
@@ -142,31 +133,3 @@ def test_learned_scales_that_peft_froze_are_named_and_can_be_trained() -> None:
         warnings.simplefilter("error")
         scale.requires_grad_(False)
         adapted.add_adapter("other", lora(target_modules=["0"]))
-
-
-TUNERS = {
-    "loha": LoHaConfig(r=4, target_modules=["0"]),
-    "vera": VeraConfig(r=4, target_modules=["0"]),
-    "oft": OFTConfig(target_modules=["0"]),
-    "ia3": IA3Config(target_modules=["0"], feedforward_modules=[]),
-    "adalora": AdaLoraConfig(total_step=10, target_modules=["0"]),
-}
-
-
-@pytest.mark.parametrize("config", TUNERS.values(), ids=TUNERS)
-def test_other_tuners_on_a_prepared_layer_are_refused_and_leave_it_as_it_was(config: Any) -> None:
-    model = nn.Sequential(nn.Linear(64, 32))
-    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"))
-    with pytest.raises(ValueError, match=r"^0: .* has no exact meaning on a prepared layer"):
-        get_peft_model(model, copy.deepcopy(config))
-    assert type(model[0]) is QATLinear
-    plain = nn.Sequential(nn.Linear(64, 32))
-    assert type(get_peft_model(plain, copy.deepcopy(config)).base_model.model[0]).__module__.startswith("peft.")
-
-
-def test_layers_whose_gradient_is_their_own_get_no_hooks_gradient() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
-    quantize_(model, Int4WeightConfig(32), lambda m, fqn: fqn == "0")
-    x = torch.randn(2, 64, requires_grad=True)
-    for linear in model:
-        assert peft_gradients._Gradient("layer")(linear, (x,), linear(x)) is None

@@ -82,16 +82,6 @@ def test_steps_are_optimizer_steps_when_gradients_accumulate(tmp_path: Path) -> 
     assert seen.train == [False, False, True, True]
 
 
-def test_by_default_every_step_is_fake_quantised(tmp_path: Path) -> None:
-    model = llama()
-    seen, run = Seen(model), trainer(model, tmp_path, 2)
-    for layer in seen.layers:
-        layer.fake_quant = False
-    QATCallback().attach(run)
-    run.train()
-    assert seen.train == [True, True]
-
-
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_is_where_it_was(step: int, tmp_path: Path) -> None:
     def make(folder: str) -> tuple[Seen, Trainer]:
@@ -108,25 +98,6 @@ def test_a_resumed_run_is_where_it_was(step: int, tmp_path: Path) -> None:
     assert seen_again.train == seen.train[step:]
     for key, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[key]), key
-
-
-def test_sqnr_is_logged_every_n_steps_with_the_loss(tmp_path: Path) -> None:
-    model = llama()
-    reached: dict[int, dict] = {}
-
-    class Reporter(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-            reached[state.global_step] = dict(logs)
-
-    run = trainer(model, tmp_path, 5, logging_steps=100)
-    run.add_callback(Reporter())
-    QATCallback(log_every=2, batch={"input_ids": IDS[:2]}).attach(run)
-    run.train()
-    assert sorted(logged(run, MIN)) == sorted(logged(run, MEAN)) == sorted(logged(run, OUTPUT)) == [2, 4]
-    assert sorted(logged(run, "loss")) == [2, 4]
-    assert reached[4][MIN] == logged(run, MIN)[4]  # a reporter sees it too
-    assert 15 < logged(run, MIN)[4] <= logged(run, MEAN)[4] < 25
-    assert 5 < logged(run, OUTPUT)[4] < 40
 
 
 def test_logged_numbers_are_those_of_the_weights(tmp_path: Path) -> None:
