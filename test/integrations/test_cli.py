@@ -19,14 +19,12 @@ import pytest
 import torch
 
 import aoquant
-from aoquant import _register, cli, load_pretrained, save_pretrained
+from aoquant import cli, load_pretrained, save_pretrained
 from aoquant._messages import folded
-from aoquant.cli import ADVICE, for_the_command_line
+from aoquant.cli import ADVICE
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
-from aoquant.integrations.job import models
 from aoquant.integrations.lm_eval import Perplexity
-from aoquant.layers import direct_reads
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--window", "256", "--device", "cpu"]
 
@@ -120,12 +118,6 @@ def test_eval_informs_of_other_logits_elsewhere(name: str, there: Any, changed: 
     assert "logits differ" in said and f"{name.replace('_', ' ')} is " in said and f"and was {there}" in said
 
 
-def test_the_record_has_every_option(out: Path) -> None:
-    options = json.loads((out / job.RESULTS).read_text())["options"]
-    assert options.keys() == vars(job.Options()).keys()
-    assert options["train_text"] == []
-
-
 def test_the_demo_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the embedded model alone, and only as long as nobody says otherwise."""
     for capability, dtype in (("AVX2", "float32"), ("AVX512", "bfloat16")):
@@ -134,65 +126,6 @@ def test_the_demo_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkey
         assert job.Options(device="cuda").dtype == "bfloat16"
         assert job.Options(device="cpu", model="folder").dtype == "bfloat16"
         assert job.Options(device="cpu", dtype="float16").dtype == "float16"
-
-
-def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["eval", str(job.assets()), "--limit", "1", "--window", "256", "--device", "cpu"])
-    said = capsys.readouterr().out
-    assert "no fingerprint" in said and "no logits were compared" in said
-    assert "the embedded held-out documents, which say little about another model: give --wikitext hub" in said
-    assert job.evaluation(job.assets(), "hub", None, None, None).about == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "--recipe", "int4-q32"], r"no recipe is called 'int4-q32'; near it: int4-g"),
-        (["run", "--dtype", "int8"], "dtype must be"),
-        (["run", "--loss", "mse"], "loss must be one of kl, ce"),
-        (["run", "--steps", "0"], "steps"),
-        *(
-            (["run", "--learning-rate", rate], "learning_rate must be a finite number above 0, got")
-            for rate in ("-1", "0", "nan", "inf")
-        ),
-        (["run", "--out", "{full}"], "is not an empty folder"),
-        (["run", "--wikitext", "{full}"], "test.jsonl"),
-        (["run", "--model", "/nowhere"], "model must be a folder that exists"),
-        (
-            ["run", "--model", "owner/model"],
-            "--model owner/model needs --train-text FILE ... to train on and --wikitext",
-        ),
-        (["run", "--model", "owner/model", "--train-text", "a.txt"], "to be scored on, got no --wikitext: "),
-        (["run", "--model", "owner/model", "--wikitext", "hub"], "to be scored on, got no --train-text: "),
-        (["run", "--device", "tpu"], "device must be one that torch finds"),
-        (["run", "--limit", "0"], "limit and window must be at least 1"),
-        (["run", "--train-text", "nowhere.txt"], "missing: nowhere.txt"),
-        (["eval", "{full}"], "config.json"),
-        (["run", "--skip", "a", "--layers", "a=int8"], "'a' is given twice"),
-        (["run", "--config"], "--config must be a YAML file that exists, got nothing"),
-        (["run", "nowhere.yaml"], "--config must be a YAML file that exists, got 'nowhere.yaml'"),
-        (["run", "--config", "{full}/file"], "must hold options as NAME: VALUE lines, got str"),
-        (["formates"], "no command is called 'formates'"),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
-)
-def test_mistakes_are_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "file").write_text("here")
-    with pytest.raises(SystemExit) as exit:
-        cli.main([a.format(full=full) for a in arguments])
-    assert exit.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("aoquant: ")
-    assert message in error
 
 
 def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
@@ -210,183 +143,11 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pyt
     assert [invariant[name] for name in names] == ["no", "yes", "yes", "no"]
 
 
-def perplexity(*nats: float) -> Perplexity:
-    rest: Any = dict.fromkeys(("window", "documents", "limit", "batch_size"), 1)
-    texts: Any = dict.fromkeys(("source", "task", "task_version"), "")
-    value = math.exp(-sum(nats) / (10 * len(nats)))
-    words = (10,) * len(nats)
-    return Perplexity(
-        word_perplexity=value, byte_perplexity=1, bits_per_byte=1, loglikelihoods=nats, words=words, **rest, **texts
-    )
-
-
-def test_recovered_share() -> None:
-    base, ptq = perplexity(-40.0, -41.0, -42.0), perplexity(-44.0, -45.1, -46.0)
-    half = perplexity(-42.0, -43.05, -44.0)
-    assert job.recovered(base, ptq, half).startswith("50 % of PTQ's loss (0.4033 +-")
-    assert job.recovered(perplexity(-40.0), perplexity(-44.0), perplexity(-42.0)).startswith("n/a (one document")
-    noise = perplexity(-40.5, -40.6, -42.4)
-    assert job.recovered(base, noise, half).startswith("n/a (PTQ loses 0.0167")
-    assert job.recovered(base, noise, half).endswith("which is within noise)")
-
-
-def test_the_words_follow_sign_and_significance() -> None:
-    base = perplexity(-40.0, -41.0, -42.0)
-    better, barely = perplexity(-38.0, -39.01, -40.0), perplexity(-39.5, -41.4, -41.6)
-    assert job.recovered(base, better, base) == (
-        "n/a (PTQ gains 0.1997 +- 0.0003 nats a word: it scores better than float, so there is no loss to win back)"
-    )
-    assert re.fullmatch(r"n/a \(PTQ gains 0\.0167 .* which is within noise\)", job.recovered(base, barely, base))
-    ptq = perplexity(-44.0, -45.1, -46.0)
-    worse = perplexity(-45.0, -46.0, -47.1)
-    assert re.match(r"nothing \(PTQ loses 0\.4033 .*, and QAT loses another 0\.1000", job.recovered(base, ptq, worse))
-    same = perplexity(-43.5, -45.5, -46.1)
-    assert re.match(r"nothing beyond noise \(PTQ loses 0\.4033 .*; QAT ", job.recovered(base, ptq, same))
-    assert job.recovered(base, base, base).startswith(
-        "n/a (PTQ gains 0.0000 +- 0.0000 nats a word, which is within noise"
-    )
-
-
 @pytest.mark.parametrize("flags", [["-m", "aoquant"], ["-X", "utf8", "-umaoquant"]], ids=" ".join)
 def test_python_m_is_the_command_and_says_nothing_else(flags: list[str]) -> None:
     """torchao's and torch's own lines are kept off the terminal."""
     done = subprocess.run([sys.executable, *flags, "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"aoquant {aoquant.__version__}\n", "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "module"),
-    [
-        ("python -m aoquant run", "aoquant"),
-        ("python -um aoquant run", "aoquant"),
-        ("python -X importtime -W module -maoquant run", "aoquant"),
-        ("python -m pytest -m aoquant", "pytest"),
-        ("python -m", ""),
-        ("python", ""),
-    ],
-)
-def test_the_module_of_python_m_is_found_behind_flags(arguments: str, module: str) -> None:
-    assert _register._python_m(arguments.split()) == module
-
-
-def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["quantise"])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert len(said.splitlines()) == 1 and "no command is called 'quantise'" in said
-
-
-def test_help_stands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["run", "--help"])
-    shown = capsys.readouterr().out
-    groups = ["model options", "layers options", "training options", "evaluation options", "output options"]
-    assert [g for g in groups if g not in shown] == []
-    assert shown.index("training options") < shown.index("--steps") < shown.index("evaluation options")
-
-
-def test_the_plot_to_look_at_is_named_last(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["run", "--recipe", "int4-g32", "--out", str(out), *SMALL])  # done before: printed again
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[-2] == f"what quantisation costs each layer: {out}/float_against_quantized/report.png"
-    assert "its title says whether they are equal" in lines[-1]
-
-
-def test_advice_is_of_the_command_line() -> None:
-    assert for_the_command_line("x: K = 4: choose a group that divides K or leave the layer out") == (
-        "x: K = 4: choose a recipe whose group divides K (`aoquant recipes`) or leave the layer out with --skip NAME or "
-        "--skip-incompatible"
-    )
-    assert "filter_fn" not in for_the_command_line(
-        "nothing to quantise. output heads, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; "
-        "check filter_fn and the patterns"
-    )
-    every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "cli.py")
-    joined = re.sub(r'"\s*\n\s*f?"', "", every)
-    assert [phrase for phrase in ADVICE if phrase not in joined] == []  # each stands in a message
-
-
-def test_eval_scores_what_the_run_scored(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["eval", str(out / "checkpoint"), "--device", "cpu"])
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == (
-        "scored as the run that wrote it did: the embedded held-out documents, window 256, the first 1 documents"
-    )
-    recorded = json.loads((out / job.RESULTS).read_text())["stages"][4]["perplexity"]
-    assert printed[-1] == str(Perplexity(**recorded))
-    cases = [
-        ({"window": 128}, "window 128, the first 1 documents; the run that wrote it scored the embedded"),
-        ({"limit": 2}, "window 256, the first 2 documents; the run"),
-        ({"wikitext": "hub"}, "scored on WikiText-2 from the hub, window 256"),
-    ]
-    for options, said in cases:
-        given = dict.fromkeys(("wikitext", "documents", "window", "limit")) | options
-        about = job.evaluation(out / "checkpoint", **given).about
-        assert said in about
-        assert about.endswith("the perplexities do not compare")
-    assert job.evaluation(tmp_path, None, None, None, 3).arguments["limit"] == 3
-
-
-def test_eval_says_that_the_runs_text_is_gone(tmp_path: Path) -> None:
-    numbers = {"options": {"wikitext": "/gone", "limit": None}, "stages": [{"perplexity": {"window": 64}}]}
-    (tmp_path / job.RESULTS).write_text(json.dumps(numbers))
-    chosen = job.evaluation(tmp_path, None, None, None, None)
-    assert chosen.wikitext is None
-    assert (
-        "because there is no /gone here; the run that wrote it scored /gone, window 64, all documents" in chosen.about
-    )
-
-
-def test_warnings_are_their_text_with_options_of_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def command() -> None:
-        text = "x. aoquant.coverage(model) lists every parameter; strict=True raises instead"
-        sys.stderr.write(warnings.formatwarning(UserWarning(text), UserWarning, "/lib/place.py", 7))
-
-    monkeypatch.setattr(cli, "doctor", command)
-    before = warnings.formatwarning
-    cli.main(["doctor"])
-    assert warnings.formatwarning is before
-    assert capfd.readouterr().err == "aoquant: warning: x. the report lists them; --strict stops instead\n"
-    advised = for_the_command_line(f"{direct_reads.ADVICE}; {direct_reads.PACKED_ADVICE}")
-    assert advised.count("--skip NAME") == 2 and "filter_fn" not in advised
-
-
-def test_a_model_that_is_no_folder_is_said_before_the_hub_is_asked(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-
-    def asked(where: str, **options: Any) -> Any:
-        said.append(capfd.readouterr().err)
-        raise OSError("no connection")
-
-    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", asked)
-    for name in ("nosuchdir", "owner/nosuchmodel"):
-        with pytest.raises(ValueError, match="transformers cannot load"):
-            job.load_float(name, "float32", "cpu")
-        assert said.pop() == f"there is no folder '{name}' here: looking for a model of that name on the hub\n"
-    with pytest.raises(ValueError, match="must be a folder that exists, or a hub id"):
-        job.load_float("no such/folder/here", "float32", "cpu")
-    assert said == []
-
-
-def test_lines_of_layers_that_differ_in_their_number_are_one() -> None:
-    lines = [f"model.layers.{i}.mlp.up_proj (64, 64): K = 64" for i in range(3)] + ["lm_head (9, 64): K = 64"]
-    assert folded(lines) == ["model.layers.*.mlp.up_proj (64, 64): K = 64 (3 layers)", "lm_head (9, 64): K = 64"]
-
-
-@pytest.mark.parametrize("length", ["window", "block"])
-def test_lengths_are_checked_before_the_first_stage(
-    length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: Any = {length: 1025}
-    with pytest.raises(ValueError, match=f"{length} must be at most the model's max_position_embeddings = 1024"):
-        job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", **given))
-    assert "begins" not in capsys.readouterr().err
-    assert not (tmp_path / "out" / "stages").exists()
 
 
 @pytest.mark.parametrize(("recipe", "refused"), [("int4-g128", True), ("nvfp4", True), ("gguf-q4_0", False)])
@@ -399,44 +160,13 @@ def test_an_export_that_does_not_fit_is_found_before_the_first_stage(
     monkeypatch.setattr(job, "evaluate", evaluated)
     o = job.Options(recipe=recipe, out=tmp_path / "run", export=tmp_path / "served", device="cpu")
     if refused:
-        with pytest.raises(
-            ValueError, match=r"do not fit compressed-tensors without rounding, and nothing was written"
-        ):
+        with pytest.raises(ValueError, match="compressed-tensors"):
             job.run(o)
     else:
         with pytest.raises(AssertionError, match="a model was scored"):
             job.run(o)
     assert not (tmp_path / "served").exists()
     assert not list((tmp_path / "run").rglob("*.json")) or not refused
-
-
-def test_the_summary_names_the_exported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = job.Result("gguf-q4_0", tmp_path / "run", [], "", 0.0, 0, "", "", "", "")
-    asked: list[object] = []
-
-    def exported(*arguments: object) -> Path:
-        asked.extend(arguments)
-        return tmp_path / "served" / "model.gguf"
-
-    monkeypatch.setattr(job.Folder, "finished", lambda self: done)
-    monkeypatch.setattr(job, "export", exported)
-    o = job.Options(recipe="gguf-q4_0", out=tmp_path / "run", export=tmp_path / "served", device="cpu")
-    assert f"written for the engine: {tmp_path}/served/model.gguf" in job.run(o).where_to_look()
-    assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", "gguf"]
-    assert "engine" not in done.where_to_look()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        ("q4_0/", "gguf"),
-        ("q8_0/q8_0-x86", "gguf"),
-        ("vllm-int8", "compressed-tensors"),
-        ("nvfp4", "compressed-tensors"),
-    ],
-)
-def test_a_recipe_is_exported_for_its_engine(recipe: str, layout: str) -> None:
-    assert job._engine_format(job.Options(recipe=recipe, device="cpu")) == layout
 
 
 def test_a_run_that_is_done_can_be_exported_elsewhere(tmp_path: Path) -> None:
@@ -450,3 +180,124 @@ def test_a_run_that_is_done_can_be_exported_elsewhere(tmp_path: Path) -> None:
             pass
     with pytest.raises(ValueError, match=r"another command \(steps was"), job.Folder(job.Options(**options, steps=7)):
         pass
+
+
+MISTAKES = [
+    ("run --recipe int4-q32", "int4-q32"),
+    ("run --dtype int8", "dtype"),
+    ("run --loss mse", "loss"),
+    ("run --steps 0", "steps"),
+    *((f"run --learning-rate {rate}", "learning_rate") for rate in ("-1", "nan", "inf")),
+    ("run --out full", "full"),
+    ("run --wikitext full", "test.jsonl"),
+    ("run --model /nowhere", "model"),
+    ("run --model owner/model", "--train-text"),
+    ("run --model owner/model --train-text a.txt", "--wikitext"),
+    ("run --device tpu", "device"),
+    ("run --limit 0", "limit"),
+    ("run --window 1025 --device cpu", "window"),
+    ("run --block 1025 --device cpu", "block"),
+    ("run --train-text nowhere.txt", "nowhere.txt"),
+    ("eval full", "config.json"),
+    ("run --skip a --layers a=int8", "'a'"),
+    ("run --config", "--config"),
+    ("run nowhere.yaml", "nowhere.yaml"),
+    ("run --config full/file", "full/file"),
+    ("formates", "formates"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(
+    arguments: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("here")
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments.split())
+    assert exit.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("aoquant: ") and name in said[-1] and "begins" not in "".join(said)
+    assert not list(tmp_path.rglob("stages"))
+
+
+def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["eval", str(job.assets()), "--limit", "1", "--window", "256", "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert "word perplexity" in said and "no logits were compared" in said
+
+
+def test_eval_scores_what_the_run_scored(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["eval", str(out / "checkpoint"), "--device", "cpu"])
+    recorded = json.loads((out / job.RESULTS).read_text())["stages"][4]["perplexity"]
+    assert capsys.readouterr().out.splitlines()[-1] == str(Perplexity(**recorded))
+    for options in ({"window": 128}, {"limit": 2}, {"wikitext": "hub"}):
+        given = dict.fromkeys(("wikitext", "documents", "window", "limit")) | options
+        assert "do not compare" in job.evaluation(out / "checkpoint", **given).about
+    numbers = {"options": {"wikitext": "/gone", "limit": None}, "stages": [{"perplexity": {"window": 64}}]}
+    (tmp_path / job.RESULTS).write_text(json.dumps(numbers))
+    gone = job.evaluation(tmp_path, None, None, None, None)
+    assert gone.wikitext is None and "/gone" in gone.about
+
+
+def test_the_recovered_share_follows_sign_and_significance() -> None:
+    def score(*nats: float) -> Perplexity:
+        rest: Any = dict.fromkeys(("window", "documents", "limit", "batch_size", "byte_perplexity", "bits_per_byte"), 1)
+        texts: Any = dict.fromkeys(("source", "task", "task_version"), "")
+        value = math.exp(-sum(nats) / (10 * len(nats)))
+        return Perplexity(word_perplexity=value, loglikelihoods=nats, words=(10,) * len(nats), **rest, **texts)
+
+    base, ptq, half = score(-40.0, -41.0, -42.0), score(-44.0, -45.1, -46.0), score(-42.0, -43.05, -44.0)
+    for recovered, said in (
+        (job.recovered(base, ptq, half), "50 % of PTQ's loss"),
+        (job.recovered(score(-40.0), score(-44.0), score(-42.0)), "n/a"),  # one document
+        (job.recovered(base, score(-40.5, -40.6, -42.4), half), "n/a"),  # a loss within noise
+        (job.recovered(base, score(-38.0, -39.01, -40.0), base), "n/a"),  # PTQ gains
+        (job.recovered(base, ptq, score(-45.0, -46.0, -47.1)), "nothing ("),  # QAT loses more
+        (job.recovered(base, ptq, score(-43.5, -45.5, -46.1)), "nothing beyond noise"),
+    ):
+        assert recovered.startswith(said)
+
+
+def test_messages_speak_of_options_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        text = "x. aoquant.coverage(model) lists every parameter; strict=True raises instead"
+        sys.stderr.write(warnings.formatwarning(UserWarning(text), UserWarning, "/lib/place.py", 7))
+
+    monkeypatch.setattr(cli, "doctor", command)
+    before = warnings.formatwarning
+    cli.main(["doctor"])
+    assert warnings.formatwarning is before
+    said = capfd.readouterr().err
+    assert said.startswith("aoquant: warning: x.") and "--strict" in said and "strict=True" not in said
+    every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "cli.py")
+    joined = re.sub(r'"\s*\n\s*f?"', "", every)
+    assert [phrase for phrase in ADVICE if phrase not in joined] == []  # each stands in a message
+
+
+def test_lines_of_layers_that_differ_in_their_number_are_one() -> None:
+    lines = [f"model.layers.{i}.mlp.up_proj (64, 64): K = 64" for i in range(3)] + ["lm_head (9, 64): K = 64"]
+    assert folded(lines) == ["model.layers.*.mlp.up_proj (64, 64): K = 64 (3 layers)", "lm_head (9, 64): K = 64"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("gguf-q4_0", "gguf"),
+        ("q8_0/q8_0-x86", "gguf"),
+        ("vllm-int8", "compressed-tensors"),
+        ("nvfp4", "compressed-tensors"),
+    ],
+)
+def test_a_run_exports_for_the_engine_of_its_recipe(
+    recipe: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, asked = job.Result(recipe, tmp_path / "run", [], "", 0.0, 0, "", "", "", ""), list[object]()
+    monkeypatch.setattr(job.Folder, "finished", lambda self: done)
+    monkeypatch.setattr(job, "export", lambda *given: asked.extend(given) or tmp_path / "served" / "file")
+    o = job.Options(recipe=recipe, out=tmp_path / "run", export=tmp_path / "served", device="cpu")
+    assert f"{tmp_path}/served/file" in job.run(o).where_to_look()
+    assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", layout]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from aoquant.integrations.finetune import finetune, master_adamw
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.resuming import Folder
-from aoquant.integrations.lm_eval import Perplexity, evaluate
+from aoquant.integrations.lm_eval import Perplexity
 from aoquant.tensor import PackedTensor
 
 STEPS = 4
@@ -120,10 +121,9 @@ def test_parameters_without_a_gradient_are_kept_too(tmp_path: Path) -> None:
     assert tune(with_unused(), tmp_path) == losses
 
 
-def test_the_first_step_trains() -> None:
-    before, model = llama(None), llama(None)
-    tune(model, None, steps=1)
-    assert not torch.equal(before.lm_head.weight, model.lm_head.weight)
+def test_the_order_visits_every_block_before_any_twice() -> None:
+    order = tuning.order_of_blocks(7, steps=5, batch=2, seed=1).flatten().tolist()
+    assert sorted(order[:7]) == list(range(7)) and len(set(order[7:])) == 3
 
 
 # ---- the whole job, with a small model and an evaluation that costs nothing
@@ -169,13 +169,20 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [str(a) for name, value in options.items() for a in (f"--{name}", value)]
 
 
-def run(arguments: list[str], *more: str) -> int:
-    """The exit code of `aoquant run`."""
-    try:
-        cli.main(["run", *arguments, *more])
-    except SystemExit as exit:
-        return int(exit.code or 0)
-    return 0
+@pytest.fixture
+def run(small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `aoquant run` on the small model; return its exit code and the last line of its errors."""
+
+    def command(*more: str, given: list[str] = small) -> tuple[int, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main(["run", *given, *more])
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
+
+    return command
 
 
 def numbers(out: str) -> dict[str, Any]:
@@ -183,15 +190,13 @@ def numbers(out: str) -> dict[str, Any]:
 
 
 def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
-    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, scored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*small, "--recipe", "int8-weight"]
-    assert run(arguments, "--out", "whole") == 0
+    assert run("--recipe", "int8-weight", "--out", "whole")[0] == 0
     whole = list(scored)
     assert len(whole) == 5
     scored.clear()
-
-    evaluate = job.evaluate
+    evaluate, parts = job.evaluate, ("--recipe", "int8-weight", "--out", "parts")
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         if len(scored) == 3:
@@ -199,39 +204,26 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
         return evaluate(*args, **kwargs)
 
     monkeypatch.setattr(job, "evaluate", stop)
-    capsys.readouterr()
-    assert run(arguments, "--out", "parts") == 130
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said == "aoquant: interrupted; stages that are done are kept in parts/; the same command goes on"
-    assert scored == whole[:3]
-
+    code, said = run(*parts)
+    assert code == 130 and "parts/" in said and scored == whole[:3]
     monkeypatch.setattr(job, "evaluate", evaluate)
-    capsys.readouterr()
-    assert run([*arguments, "--seed", "1"], "--out", "parts") == 2
-    refused = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "parts holds a run of another command (seed was 0 and is 1): give the same options" in refused
+    code, said = run(*parts, "--seed", "1")
+    assert code == 2 and "seed was 0 and is 1" in said
     Path("text.txt").write_text(Path("text.txt").read_text())  # written again: another time
-    assert run(arguments, "--out", "parts") == 2
-    assert "input files have changed" in capsys.readouterr().err
-
+    code, said = run(*parts)
+    assert code == 2 and "input files" in said
     stamp = json.loads(Path("whole/stages/command.json").read_text())["input files"]["text.txt"][1]
-    import os
-
     os.utime("text.txt", ns=(stamp, stamp))
-    assert run(arguments, "--out", "parts") == 0
+    assert run(*parts)[0] == 0
     assert scored == whole
-    assert numbers("parts")["stages"] == numbers("whole")["stages"]
-    assert numbers("parts")["logits_sha256"] == numbers("whole")["logits_sha256"]
-    assert numbers("parts")["options"]["train_text"] == ["text.txt"]
-    assert list(Path("parts").rglob(NEWEST)) == []  # nothing needs them any more
-
-    assert run(arguments, "--out", "parts") == 0
+    for key in ("stages", "logits_sha256"):
+        assert numbers("parts")[key] == numbers("whole")[key]
+    assert list(Path("parts").rglob(NEWEST)) == []  # nothing needs it any more
+    assert run(*parts)[0] == 0
     assert scored == whole  # the table again, and nothing is computed
 
 
-def test_the_models_of_a_stage_do_not_outlive_it(
-    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_of_a_stage_do_not_outlive_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A converted embedding is in a reference cycle: without a collection PTQ's would be there during QAT."""
     left = []
 
@@ -243,29 +235,25 @@ def test_the_models_of_a_stage_do_not_outlive_it(
     gc.collect()
     gc.disable()
     try:
-        assert run([*small, "--recipe", "int8-weight", "--embeddings"], "--out", "out") == 0
+        assert run("--recipe", "int8-weight", "--embeddings", "--out", "out")[0] == 0
     finally:
         gc.enable()
     assert len(left) == 2 and left[1] <= left[0]
 
 
 def test_a_second_run_in_a_folder_at_work_is_refused(
-    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, scored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score, codes = job.evaluate, list[int]()
+    score, found = job.evaluate, list[tuple[int, str]]()
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
-        codes.append(run(small, "--recipe", "int8-weight", "--out", "a"))
+        found.append(run("--recipe", "int8-weight", "--out", "a"))
         return score(*args, **kwargs)
 
     monkeypatch.setattr(job, "evaluate", meanwhile)
-    assert run(small, "--recipe", "int8-weight", "--out", "a") == 0
-    assert codes == [2] * 5 and len(scored) == 5
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("aoquant: ")]
-    assert (
-        said == ["aoquant: --out a is in use by another aoquant run: wait until it ends, or choose another --out"] * 5
-    )
-    assert run(small, "--recipe", "int8-weight", "--out", "a") == 0  # free again
+    assert run("--recipe", "int8-weight", "--out", "a")[0] == 0 and len(scored) == len(found) == 5
+    assert all(code == 2 and said.startswith("aoquant: --out a is in use") for code, said in found)
+    assert run("--recipe", "int8-weight", "--out", "a")[0] == 0  # free again
 
 
 def held(out: Path, begun: Any) -> None:
@@ -278,7 +266,7 @@ def test_a_killed_process_frees_its_folder(tmp_path: Path) -> None:
     begun = forked.context.SimpleQueue()
     process = forked.process(held, tmp_path / "out", begun)
     assert begun.get()
-    with pytest.raises(ValueError, match="is in use by another aoquant run"), Folder(job.Options(out=tmp_path / "out")):
+    with pytest.raises(ValueError, match="is in use"), Folder(job.Options(out=tmp_path / "out")):
         pass
     process.kill()
     process.join()
@@ -288,95 +276,52 @@ def test_a_killed_process_frees_its_folder(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_checked_before_anything_is_scored(
-    small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(small, "--recipe", "int4-g32", "--out", "a") == 2
-    said = capsys.readouterr().err
-    assert scored == []
-    assert "model.layers.0.mlp.down_proj (32, 48)" in said and "--skip NAME or --skip-incompatible" in said
-    assert run(small, "--recipe", "int4-g32", "--out", "a", "--skip", "model.layers.0.mlp.dwn_proj") == 2
-    assert "matches no linear layer; near it: model.layers.0.mlp.down_proj" in capsys.readouterr().err
-    assert scored == []
-
-
-def test_layers_are_skipped_by_name_chosen_by_pattern_or_left_out_where_they_do_not_fit(
-    small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def packed(out: str) -> list[str]:
-        config = json.loads((Path(out) / "checkpoint" / "config.json").read_text())["quantization_config"]
-        return sorted(config["modules_to_not_convert"])
-
-    assert run(small, "--recipe", "int4-g32", "--out", "named", "--skip", "model.layers.0.mlp.down_proj") == 0
-    assert packed("named") == ["lm_head", "model.layers.0.mlp.down_proj"]
-    capsys.readouterr()
-    assert run(small, "--recipe", "int4-g32", "--out", "found", "--skip-incompatible") == 0
-    assert packed("found") == packed("named")
-    printed = capsys.readouterr().out
-    assert "left out: model.layers.0.mlp.down_proj (32, 48): " in printed
-    assert numbers("found")["skipped"].keys() == {"model.layers.0.mlp.down_proj"}
-    assert run(small, "--recipe", "int4-g32", "--out", "b", "--layers", r"re:.*self_attn\..*") == 0
-    assert [n for n in packed("b") if "self_attn" in n] == [] and len(packed("b")) == 4
-    assert run(small, "--recipe", "int4-g32", "--out", "c", "--skip-incompatible", "--strict") == 2
-    said = capsys.readouterr().err
-    assert "--strict: 1 matrix parameter(s) would stay in high precision: model.layers.0.mlp.down_proj" in said
-
-
-def test_options_in_a_yaml_file(small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [f"{small[i].removeprefix('--')}: {small[i + 1]}" for i in range(0, len(small), 2)]
-    Path("run.yaml").write_text(
-        "\n".join([*lines, "recipe: int8-weight", "learning_rate: 3e-4", "skip: []", "out: filed"])
-    )
-    assert run(["run.yaml"]) == 0
-    options = numbers("filed")["options"]
-    assert (options["recipe"], options["learning_rate"], options["steps"]) == ("int8-weight", 3e-4, 2)
-    assert run(["--config", "run.yaml", "--steps", "1", "--out", "flags"]) == 0
-    assert numbers("flags")["options"]["steps"] == 1  # what is typed wins
-    capsys.readouterr()
-    for text, message in (
-        ("stepz: 3", "run.yaml: run has no option stepz (near it: steps)"),
-        ("steps: many", "run.yaml: steps must be an integer, got 'many'"),
-        ("embeddings: 1", "run.yaml: embeddings must be true or false, got 1"),
-        ("steps: [", "run.yaml: is no YAML file: "),
-    ):
-        Path("run.yaml").write_text(text)
-        assert run(["run.yaml"]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_where_there_is_no_terminal_there_are_lines(
-    small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(small, "--recipe", "int8-weight", "--out", "lines") == 0
-    said = capsys.readouterr().err
-    assert "QAT int8-weight: 1 of 2 steps, 50 %" in said and "QAT int8-weight: 2 of 2 steps, 100 %, loss=" in said
-    assert "\r" not in said
-    for stage in ("float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"):
-        assert f"{stage}: word perplexity" in said
-
-
-def test_wikitext_that_cannot_be_fetched_is_one_line_before_anything_is_scored(
-    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, scored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("cache").absolute())
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert run(small, "--wikitext", "hub", "--out", "a") == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("aoquant: cannot fetch WikiText-2 from the hub (")
-    assert said[0].endswith("): give wikitext, or --wikitext, a folder with test.jsonl")
-    assert scored == []
-    with pytest.raises(ValueError, match="cannot fetch WikiText-2"):
-        evaluate(llama(None), models.AutoTokenizer.from_pretrained(), wikitext="hub")
-
-
-def test_a_model_that_is_nowhere_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    down = "model.layers.0.mlp.down_proj"
+    for more, name in (
+        (["--recipe", "int4-g32"], "--skip-incompatible"),
+        (["--recipe", "int4-g32", "--skip", "model.layers.0.mlp.dwn_proj"], down),
+        (["--recipe", "int4-g32", "--skip-incompatible", "--strict"], down),
+        (["--wikitext", "hub"], "--wikitext"),
+    ):
+        code, said = run(*more, "--out", "a")
+        assert code == 2 and said.startswith("aoquant: ") and name in said
+    text = ("--train-text", "text.txt", "--wikitext", ".", "--device", "cpu")
+    monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("all that glitters is not gold")
-    texts = ("--train-text", "text.txt", "--wikitext", "hub")
-    assert run([], "--model", "nosuchdir", *texts, "--device", "cpu", "--out", "a") == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith("aoquant: model must be a folder of a causal language model, or its id on the hub")
-    assert "nosuchdir" in said[-1] and "Traceback" not in "".join(said)
-    assert not (tmp_path / "a" / "stages").exists()  # so that the next command may use the folder
+    code, said = run("--model", "nosuchdir", *text, "--out", "b", given=[])
+    assert code == 2 and said.startswith("aoquant: model must be") and "nosuchdir" in said
+    assert scored == [] and not Path("b/stages").exists()  # so that the next command may use the folder
+
+
+def test_layers_are_skipped_by_name_chosen_by_pattern_or_left_out_where_they_do_not_fit(run: Any) -> None:
+    def packed(out: str) -> list[str]:
+        config = json.loads((Path(out) / "checkpoint" / "config.json").read_text())["quantization_config"]
+        return sorted(config["modules_to_not_convert"])
+
+    down = "model.layers.0.mlp.down_proj"
+    assert run("--recipe", "int4-g32", "--out", "named", "--skip", down)[0] == 0
+    assert packed("named") == ["lm_head", down]
+    assert run("--recipe", "int4-g32", "--out", "found", "--skip-incompatible")[0] == 0
+    assert packed("found") == packed("named") and numbers("found")["skipped"].keys() == {down}
+    assert run("--recipe", "int4-g32", "--out", "b", "--layers", r"re:.*self_attn\..*")[0] == 0
+    assert [n for n in packed("b") if "self_attn" in n] == [] and len(packed("b")) == 4
+
+
+def test_options_in_a_yaml_file(run: Any, small: list[str]) -> None:
+    lines = [f"{small[i].removeprefix('--')}: {small[i + 1]}" for i in range(0, len(small), 2)]
+    more = ["recipe: int8-weight", "learning_rate: 3e-4", "skip: []", "out: filed"]
+    Path("run.yaml").write_text("\n".join([*lines, *more]))
+    assert run("run.yaml", given=[])[0] == 0
+    options = numbers("filed")["options"]
+    assert (options["recipe"], options["learning_rate"], options["steps"]) == ("int8-weight", 3e-4, 2)
+    assert run("--config", "run.yaml", "--steps", "1", "--out", "flags", given=[])[0] == 0
+    assert numbers("flags")["options"]["steps"] == 1  # what is typed wins
+    for text, name in (("stepz: 3", "stepz"), ("steps: many", "steps"), ("embeddings: 1", "embeddings"), ("a: [", "")):
+        Path("run.yaml").write_text(text)
+        code, said = run("run.yaml", given=[])
+        assert code == 2 and "run.yaml" in said and name in said
