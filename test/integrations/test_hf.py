@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from support import forked
 from support.checkpoint_configs import OURS, TORCHAO
 from support.models import IDS, llama, logits
 from torch import nn
-from torchao.core.config import config_to_dict
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     FqnToConfig,
@@ -29,12 +30,11 @@ from torchao.quantization import (
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.utils import TorchAOBaseTensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, TorchAoConfig
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 from aoquant import (
     Int8WeightConfig,
     IntxWeightConfig,
-    MXFP4WeightConfig,
     NVFP4WeightConfig,
     Packed4WeightConfig,
     PackedTensor,
@@ -86,6 +86,12 @@ def assert_same_bits(a: TorchAOBaseTensor, b: TorchAOBaseTensor) -> None:
         if x is not None:
             assert (x.dtype, x.shape) == (y.dtype, y.shape), name
             assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)), name
+
+
+def edit(path: Path, change: Any) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -155,19 +161,6 @@ def test_mixed_model_with_layers_left_out_and_its_head_quantised(tmp_path: Path)
     float_model.save_pretrained(tmp_path / "float")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
     assert {n: type(w) for n, w in weights(again).items()} == {n: type(w) for n, w in weights(loaded).items()}
-
-
-def test_layers_left_out_of_a_uniform_model_are_named(tmp_path: Path) -> None:
-    model = llama()
-    quantize_(model, MXFP4WeightConfig(), filter_fn=lambda m, fqn: "mlp" in fqn)
-    save_pretrained(model, tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert written["quant_type"]["default"] == config_to_dict(Packed4WeightConfig("mxfp4", "mxfp4"))
-    assert written["modules_to_not_convert"] == [
-        *(f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in "qkvo"),
-        "lm_head",
-    ]
-    assert torch.equal(logits(load_pretrained(tmp_path)), logits(model))
 
 
 def test_shards_that_split_a_weight(tmp_path: Path) -> None:
@@ -277,19 +270,30 @@ def test_torchao_model_that_hf_quantised_brings_its_config(tmp_path: Path) -> No
     assert torch.equal(logits(load_pretrained(tmp_path / "saved")), logits(model))
 
 
-def test_prepared_float_and_foreign_models_are_not_saved(tmp_path: Path) -> None:
+def refused_saves(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what an error names, and a save that raises it."""
     model = llama()
-    with pytest.raises(ValueError, match=r"no layer of the model is quantised: call aoquant.quantize_ first"):
-        save_pretrained(model, tmp_path)
-    quantize_(model, QATConfig(NVFP4WeightConfig()))
-    with pytest.raises(ValueError, match=r"14 layer\(s\), such as model.layers.0.self_attn.q_proj, are prepared"):
-        save_pretrained(model, tmp_path)
-    with pytest.raises(ValueError, match="saves Hugging Face models, got Linear"):
-        save_pretrained(nn.Linear(2, 2), tmp_path)
-    quantize_(model, QATConfig(step="convert"))
-    with pytest.raises(ValueError, match="takes no state_dict="):
-        save_pretrained(model, tmp_path, state_dict=model.state_dict())
-    assert not list(tmp_path.iterdir())
+    yield "quantize_", lambda: save_pretrained(model, folder)
+    yield "Linear", lambda: save_pretrained(nn.Linear(2, 2), folder)
+    prepared = llama()
+    quantize_(prepared, QATConfig(NVFP4WeightConfig()))
+    yield "model.layers.0.self_attn.q_proj", lambda: save_pretrained(prepared, folder)
+    packed = llama()
+    quantize_(packed, Int8WeightConfig())
+    yield "state_dict", lambda: save_pretrained(packed, folder, state_dict=packed.state_dict())
+    for wrong in (0, "-5GB", "GB", ""):
+        yield "max_shard_size", lambda wrong=wrong: save_pretrained(packed, folder, max_shard_size=wrong)
+    other = r"aoquant.save_pretrained\(model, directory\)"  # for what takes codes for plain memory
+    yield other, lambda: packed.save_pretrained(folder)
+    yield other, lambda: safetensors.torch.save_file(packed.state_dict(), folder / "x.safetensors")
+    yield other, lambda: safetensors.torch.save_model(packed, str(folder / "x.safetensors"))
+
+
+def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    for name, save in refused_saves(tmp_path):
+        with pytest.raises(ValueError, match=name):
+            save()
+        assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_quantised_head_that_the_config_ties_is_refused_until_untied(tmp_path: Path) -> None:
@@ -303,131 +307,78 @@ def test_quantised_head_that_the_config_ties_is_refused_until_untied(tmp_path: P
     assert torch.equal(logits(load_pretrained(tmp_path)), logits(model))
 
 
-@pytest.mark.parametrize("how", ["save_pretrained", "save_file", "save_model"])
-def test_what_takes_codes_for_plain_memory_is_told_how_to_save(how: str, tmp_path: Path) -> None:
-    model = llama()
-    quantize_(model, Int8WeightConfig())
-    save = {
-        "save_pretrained": lambda: model.save_pretrained(tmp_path),
-        "save_file": lambda: safetensors.torch.save_file(model.state_dict(), tmp_path / "x.safetensors"),
-        "save_model": lambda: safetensors.torch.save_model(model, str(tmp_path / "x.safetensors")),
-    }[how]
-    with pytest.raises(ValueError, match=r"save the model with aoquant.save_pretrained\(model, directory\)"):
-        save()
-    assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_saving_over_another_layout_replaces_it(saved: Path, copied: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    save_pretrained(model, copied, max_shard_size="50KB")
-    assert not (copied / checkpoint.SINGLE).exists() and len(checkpoint.files(copied)) > 1
-    load_pretrained(copied)
-    save_pretrained(model, copied)
-    assert checkpoint.files(copied) == [copied / checkpoint.SINGLE] == list(copied.glob("*.safetensors"))
-
-
 # ---- damaged, foreign and future checkpoints
 
 
-def edit(path: Path, change: Any) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+def config(folder: Path, **changes: Any) -> None:
+    edit(folder / "config.json", lambda c: c.update(changes))
 
 
-def test_checkpoint_is_accepted_unchanged(copied: Path) -> None:
-    assert set(checkpoint.check(copied).values()) == {"PackedTensor"}
-    assert len(checkpoint.check(copied)) == 14
+def described(folder: Path, **changes: Any) -> None:
+    edit(folder / "config.json", lambda c: c["quantization_config"]["quant_type"]["default"].update(changes))
 
 
-@pytest.mark.parametrize("keep", [0, 4, 1000, -1], ids=["empty", "length", "header", "data"])
-def test_truncated_weights(copied: Path, keep: int) -> None:
-    path = copied / checkpoint.SINGLE
+def method(folder: Path, name: str) -> None:
+    edit(folder / "config.json", lambda c: c["quantization_config"].update(quant_method=name))
+
+
+def cut(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model.safetensors: damaged or truncated .* save the checkpoint again"):
+
+
+def without(folder: Path, name: str) -> None:
+    with safe_open(folder / checkpoint.SINGLE, framework="pt") as file:
+        tensors, metadata = {k: file.get_tensor(k) for k in file.keys()}, file.metadata()  # noqa: SIM118
+    del tensors[name]
+    safetensors.torch.save_file(tensors, folder / checkpoint.SINGLE, metadata=metadata)
+
+
+SCALE = "model.layers.0.mlp.up_proj._weight_scale"
+DAMAGED: list[tuple[str, Any]] = [
+    *((checkpoint.SINGLE, lambda f, n=n: cut(f / checkpoint.SINGLE, n)) for n in (0, 4, 1000, -1)),
+    ("config.json", lambda f: cut(f / "config.json", 200)),
+    ("config.json", lambda f: (f / "config.json").unlink()),
+    (checkpoint.SINGLE, lambda f: (f / checkpoint.SINGLE).unlink()),
+    (
+        checkpoint.SINGLE,
+        lambda f: llama().save_pretrained(f / "float") or shutil.copy(f / "float" / checkpoint.SINGLE, f),
+    ),
+    (SCALE, lambda f: without(f, SCALE)),
+    ("FP1WeightConfig", lambda f: described(f, _type="FP1WeightConfig")),
+    ("gptq", lambda f: method(f, "gptq")),
+    ("model.layers.1", lambda f: config(f, num_hidden_layers=1)),
+    ("model.layers.2", lambda f: config(f, num_hidden_layers=3)),
+    (r"gate_proj.weight is \(256, 128\)", lambda f: config(f, intermediate_size=192)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), DAMAGED)
+def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(name: str, change: Any, copied: Path) -> None:
+    assert set(checkpoint.check(copied).values()) == {"PackedTensor"} and len(checkpoint.check(copied)) == 14
+    change(copied)
+    with pytest.raises(ValueError, match=name):
         load_pretrained(copied)
 
 
-def test_truncated_config(copied: Path) -> None:
-    path = copied / "config.json"
-    path.write_text(path.read_text()[:200])
-    with pytest.raises(ValueError, match=r"config.json: damaged or truncated"):
-        load_pretrained(copied)
-
-
-def test_missing_shard_and_lost_tensor(tmp_path: Path) -> None:
+def test_a_lost_shard_and_a_tensor_that_no_shard_has_are_named(tmp_path: Path) -> None:
     save_pretrained(trained(NVFP4WeightConfig()), tmp_path, max_shard_size="100KB")
-    edit(tmp_path / checkpoint.INDEX, lambda c: c["weight_map"].update(ghost="model-00001-of-00005.safetensors"))
     first = sorted(tmp_path.glob("model-00001*"))[0]
     edit(tmp_path / checkpoint.INDEX, lambda c: c["weight_map"].update(ghost=first.name))
-    with pytest.raises(ValueError, match=r"model-00001.*: ghost missing, which .* promises"):
+    with pytest.raises(ValueError, match=r"model-00001.*ghost"):
         load_pretrained(tmp_path)
     first.unlink()
-    with pytest.raises(ValueError, match=r"incomplete, model-00001.* missing"):
+    with pytest.raises(ValueError, match=r"model-00001"):
         load_pretrained(tmp_path)
-
-
-def test_lost_scale(copied: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    with safe_open(copied / checkpoint.SINGLE, framework="pt") as file:
-        tensors, metadata = {k: file.get_tensor(k) for k in file.keys()}, file.metadata()  # noqa: SIM118
-    del tensors["model.layers.0.mlp.up_proj._weight_scale"]
-    save_file(tensors, copied / checkpoint.SINGLE, metadata=metadata)
-    with pytest.raises(ValueError, match=r"incomplete, model.layers.0.mlp.up_proj._weight_scale missing"):
-        load_pretrained(copied)
 
 
 def test_newer_schema_is_refused_by_every_loader(copied: Path) -> None:
     edit(copied / "config.json", lambda c: c["quantization_config"]["quant_type"]["default"].update(_version=7))
-    message = "has schema 7, and this aoquant reads schemas up to 1: upgrade aoquant"
+    message = "schema 7"
     with pytest.raises(ValueError, match=message):
         load_pretrained(copied)
     with pytest.warns(UserWarning, match="Stored version"), pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(copied)
-
-
-def test_config_of_the_future(copied: Path) -> None:
-    edit(
-        copied / "config.json",
-        lambda c: c["quantization_config"]["quant_type"]["default"].update(_type="FP1WeightConfig"),
-    )
-    with pytest.raises(ValueError, match=r"quantization_config cannot be read: Failed to find class FP1WeightConfig"):
-        load_pretrained(copied)
-
-
-def test_foreign_checkpoints(copied: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"not a checkpoint folder, it has no config.json"):
-        load_pretrained(tmp_path)
-    llama().save_pretrained(tmp_path / "float")
-    with pytest.raises(ValueError, match="a float checkpoint"):
-        load_pretrained(tmp_path / "float")
-    shutil.copy(tmp_path / "float" / checkpoint.SINGLE, copied)  # our config over weights that HF wrote
-    with pytest.raises(ValueError, match="holds no torchao metadata"):
-        load_pretrained(copied)
-    edit(copied / "config.json", lambda c: c["quantization_config"].update(quant_method="gptq"))
-    with pytest.raises(ValueError, match="was quantised by 'gptq'"):
-        load_pretrained(copied)
-    (copied / checkpoint.SINGLE).unlink()
-    edit(copied / "config.json", lambda c: c["quantization_config"].update(quant_method="torchao"))
-    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor"):
-        load_pretrained(copied)
-
-
-def test_checkpoint_that_does_not_fit_the_model(copied: Path) -> None:
-    edit(copied / "config.json", lambda c: c.update(num_hidden_layers=1))
-    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: unexpected keys: .*model.layers.1"):
-        load_pretrained(copied)
-    edit(copied / "config.json", lambda c: c.update(num_hidden_layers=3))
-    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: missing keys: .*model.layers.2"):
-        load_pretrained(copied)
-    edit(copied / "config.json", lambda c: c.update(num_hidden_layers=2, intermediate_size=192))
-    with pytest.raises(
-        ValueError, match=r"gate_proj.weight is \(256, 128\) in the checkpoint and \(192, 128\) in the model"
-    ):
-        load_pretrained(copied)
-    with pytest.raises(ValueError, match="takes no quantization_config="):
+    with pytest.raises(ValueError, match="quantization_config="):
         load_pretrained(copied, quantization_config=None)
 
 
@@ -446,39 +397,3 @@ def test_weights_that_were_loaded_as_something_else_are_named(copied: Path) -> N
         ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is stored as PackedTensor and loaded as Parameter"
     ):
         load_pretrained(copied, Careless)
-
-
-def test_model_class_of_choice(tmp_path: Path) -> None:
-    model = trained(NVFP4WeightConfig()).model
-    save_pretrained(model, tmp_path)
-    loaded = load_pretrained(tmp_path, LlamaModel)
-    with torch.no_grad():
-        assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)
-
-
-def test_parts_under_other_names_are_counted_by_kind() -> None:
-    wanted = {f"model.{i}.up._weight_{part}" for i in range(3) for part in ("qdata", "scale")}
-    renamed = {name.replace("model.", "old.") for name in wanted}
-    assert checkpoint._lost(wanted, renamed) == [] and checkpoint._lost(wanted, wanted) == []
-    assert checkpoint._lost(wanted, renamed - {"old.1.up._weight_scale"}) == ["1 of the tensors called *._weight_scale"]
-    assert checkpoint._lost(wanted, {n for n in wanted if "scale" not in n}) == sorted(
-        n for n in wanted if "scale" in n
-    )
-
-
-def test_sizes_of_shards() -> None:
-    for size in (1, "1", "5GB", "100KB", 10**9):
-        checkpoint.check_shard_size(size)
-    for wrong in (0, -1, "-5GB", "0GB", "GB", ""):
-        with pytest.raises(ValueError, match="is a size above 0"):
-            checkpoint.check_shard_size(wrong)
-
-
-def test_folders_of_compressed_tensors_go_to_their_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aoquant.export import reading
-
-    calls: list[Any] = []
-    monkeypatch.setattr(reading, "load", lambda *args, **kwargs: calls.append((args, kwargs)))
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "compressed-tensors"}}))
-    load_pretrained(tmp_path, LlamaModel, dtype=torch.float32)
-    assert calls == [((tmp_path, LlamaModel), {"dtype": torch.float32})]
