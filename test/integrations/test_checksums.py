@@ -144,11 +144,6 @@ def test_dtype_shape_and_description_are_part_of_it(folders: dict[str, Path], tm
         checksums.verify([path])
 
 
-def test_files_of_others_have_none(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors", {"format": "pt"})
-    assert checksums.verify([tmp_path / "a.safetensors"]) == 0
-
-
 @pytest.mark.parametrize("original", [True, False], ids=["original names", "the model's names"])
 def test_a_model_that_transformers_loaded_can_be_saved_again(
     original: bool, folders: dict[str, Path], tmp_path: Path

@@ -36,7 +36,6 @@ from aoquant import (
     verify,
 )
 from aoquant.integrations.conv1d import QATConv1D
-from aoquant.layers.kinds import matrix_of
 from aoquant.layers.qat import QATLinear
 
 IDS = torch.arange(32).view(2, 16) % 64
@@ -143,7 +142,7 @@ def test_unprepare_gives_conv1d_back() -> None:
 
 
 def test_errors_name_the_layers_of_gpt2() -> None:
-    with pytest.raises(ValueError, match=r"3 layer\(s\).*\n  transformer.h.0.attn.c_attn \(192, 64\): .*K = 64"):
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn"):
         quantize_(gpt2(), Int4WeightConfig(128))  # c_proj of the MLP has K = 256
     model = gpt2()
     quantize_(model, FqnToConfig({"transformer.h.0.mlp.c_fc": NVFP4WeightConfig()}))
@@ -158,7 +157,7 @@ def test_errors_name_the_layers_of_gpt2() -> None:
 def test_adapters_are_refused_by_name(config: Any) -> None:
     model = gpt2()
     quantize_(model, config)
-    with pytest.raises(ValueError, match="c_attn: adapters on a quantised Conv1D are not supported"):
+    with pytest.raises(ValueError, match="c_attn"):
         get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
@@ -176,11 +175,6 @@ def test_a_checkpoint_on_disk_becomes_what_the_model_becomes(tmp_path: Path) -> 
     assert torch.equal(load_pretrained(tmp_path / "disk")(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_a_float_conv1d_is_what_it_was() -> None:
-    layer, x = Conv1D(96, 64), torch.randn(2, 3, 64)
-    assert torch.equal(layer(x), torch.addmm(layer.bias, x.view(-1, 64), layer.weight).view(2, 3, 96))
-
-
 def test_a_compiled_gpt2_block_computes_the_same() -> None:
     model = nn.Sequential(Conv1D(96, 64)).bfloat16()
     quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare"))
@@ -189,12 +183,6 @@ def test_a_compiled_gpt2_block_computes_the_same() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
     quantize_(model, QATConfig(step="convert"))
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
-
-
-def test_the_matrix_of_a_module() -> None:
-    conv, norm = Conv1D(8, 4), nn.LayerNorm(4)
-    assert matrix_of(conv).shape == (8, 4) and matrix_of(nn.Linear(4, 8)).shape == (8, 4)
-    assert matrix_of(norm) is norm.weight and matrix_of(nn.ReLU()) is None
 
 
 def test_the_input_has_conv1ds_name() -> None:

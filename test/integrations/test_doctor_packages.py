@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aoquant import cli
-from aoquant.ops.gemm import qutlass
 from aoquant.tools import doctor
 
 NAMES = ("torch", "torchao", "triton", "mslk", "fbgemm-gpu", "qutlass", "transformers", "lm-eval")
@@ -65,19 +64,3 @@ def test_a_name_is_no_package(symbols: Any, version: Any, found: str, monkeypatc
     assert row("qutlass")[1:3] == (found, version or "-")
     reason = dict(doctor.backends("cpu"))["qutlass"]
     assert reason.startswith("qutlass is not installed; ") == (found != "yes")
-
-
-def test_the_routers_reason_names_the_gpu_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qutlass, "_package", lambda: None)
-    for capability, named in (((9, 0), True), (None, True), ((10, 0), False)):
-        monkeypatch.setattr(qutlass, "_capability", lambda device, c=capability: c)
-        reason = qutlass._lacks(None, None, "")  # type: ignore[arg-type]
-        assert reason is not None and "qutlass is not installed" in reason and ("Blackwell" in reason) == named
-
-
-@pytest.mark.parametrize("backend", ["mslk", "qutlass", "torchao.blockwise", "triton", "triton-decode", "triton-ggml"])
-def test_no_reason_hides_that_a_package_is_absent(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = doctor._NEEDS[backend][0]
-    gone = [p._replace(found="no") for p in doctor.packages()]
-    monkeypatch.setattr(doctor, "packages", lambda: gone)
-    assert dict(doctor.backends("cpu"))[backend].startswith(f"{needs} is not installed; ")

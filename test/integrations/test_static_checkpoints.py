@@ -5,7 +5,6 @@ name.
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,25 +70,6 @@ def test_folder_is_bit_equal_and_saves_again(name: str, tmp_path: Path) -> None:
     names = {n: w.activation for n, w in model.named_parameters() if isinstance(w, PackedTensor)}
     assert names == {n: w.activation for n, w in loaded.named_parameters() if isinstance(w, PackedTensor)}
     assert len(set(names.values())) > 3, "layers see different ranges"
-
-
-def test_what_the_folder_holds(tmp_path: Path) -> None:
-    """A config for every layer, and not a byte of tensors more than a dynamic activation format needs."""
-    sizes = []
-    for activation in ("int8-tensor-static", "int8-tensor"):
-        model = narrow_llama()
-        quantize_(model, QATConfig(Int8WeightConfig(activation=activation)))
-        if uncalibrated(model):
-            calibrate(model, [IDS])
-        quantize_(model, QATConfig(step="convert"))
-        save_pretrained(model, tmp_path / activation)
-        file = (tmp_path / activation / "model.safetensors").read_bytes()
-        sizes.append(len(file) - 8 - int.from_bytes(file[:8], "little"))
-    assert sizes[0] == sizes[1]
-    stored = json.loads((tmp_path / "int8-tensor-static" / "config.json").read_text())["quantization_config"][
-        "quant_type"
-    ]
-    assert "int8-tensor-static:" in json.dumps(stored)
 
 
 @EACH

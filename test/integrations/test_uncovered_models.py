@@ -15,7 +15,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import aoquant
 from aoquant import Int8WeightConfig, QATConfig, quantize_, verify
-from aoquant.integrations.job.models import _patterns, chosen_layers
+from aoquant.integrations.job.models import chosen_layers
 from aoquant.integrations.job.options import Options
 
 
@@ -81,12 +81,6 @@ def test_run_finds_mambas_dt_proj_before_the_first_stage(recipe: str) -> None:
     by_name, skipped = chosen_layers(model, Options(recipe=recipe, skip_incompatible=True))
     assert list(skipped) == [f"backbone.layers.{i}.mixer.dt_proj" for i in range(2)]
     assert [by_name.fqn_to_config[name] for name in skipped] == [None, None]
-
-
-def test_patterns_for_skip_mean_no_other_layer() -> None:
-    assert _patterns(["a.x.proj", "b.x.proj"], ["a.x.proj", "b.x.proj", "a.q"]) == ["'re:.*proj'"]
-    assert _patterns(["a.x.proj"], ["a.x.proj", "a.y.proj"]) == ["'re:.*x.proj'"]
-    assert _patterns(["a.x"], ["a.x", "c.a.x"]) == ["a.x"]
 
 
 def test_run_takes_recipes_of_experts_and_says_where_there_are_none() -> None:
