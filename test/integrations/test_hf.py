@@ -296,17 +296,6 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path: Path) 
         assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_quantised_head_that_the_config_ties_is_refused_until_untied(tmp_path: Path) -> None:
-    model = llama(tied=True)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    quantize_(model, Int8WeightConfig(), filter_fn=lambda m, fqn: isinstance(m, nn.Linear))
-    with pytest.raises(ValueError, match="tie_word_embeddings = False"):
-        save_pretrained(model, tmp_path)
-    model.config.tie_word_embeddings = False
-    save_pretrained(model, tmp_path)
-    assert torch.equal(logits(load_pretrained(tmp_path)), logits(model))
-
-
 # ---- damaged, foreign and future checkpoints
 
 

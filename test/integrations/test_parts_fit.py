@@ -142,21 +142,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
-def edited(folder: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a checkpoint whose quantised tensors are described in another way; it has no checksums."""
+def edited(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> list[str]:
+    """Copy a checkpoint, describe its quantised tensors in another way, and return their names; it has no checksums."""
     shutil.copytree(folder, to)
     path = to / "model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    tensors = load_file(path)
     metadata.pop("aoquant_crc32")
-    for name in json.loads(metadata["tensor_names"]):
-        described = json.loads(metadata[name])
-        if described["_type"] != "Tensor":
-            change(described["_data"])
-        metadata[name] = json.dumps(described)
-    save_file(tensors, path, metadata)
-    return to
+    described = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+    quantised = [name for name, written in described.items() if written["_type"] != "Tensor"]
+    for name in quantised:
+        change(described[name])
+        metadata[name] = json.dumps(described[name])
+    save_file(load_file(path), path, metadata)
+    return quantised
 
 
 WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
@@ -179,7 +178,7 @@ def test_a_folder_with_a_wrong_description_is_refused_at_once(
     folders: Callable[[str], Path], case: str, tmp_path: Path
 ) -> None:
     recipe, change = WRONG[case]
-    folder = edited(folders(recipe), tmp_path / "copy", lambda d: change(d) and None)
+    edited(folders(recipe), folder := tmp_path / "copy", lambda described: change(described["_data"]))
     with pytest.raises(ValueError, match=r"model\.safetensors: model\..*weight"):
         aoquant.load_pretrained(folder)
     with pytest.raises((ValueError, RuntimeError)):  # transformers raises its own RuntimeError over what is logged
@@ -251,41 +250,33 @@ def kinds(
     return made
 
 
-def retyped(folder: Path, to: Path, turn: bool) -> str:
-    """A copy of a checkpoint whose first packed weight has another class, or lies the other way round; its name."""
-    shutil.copytree(folder, to)
-    path = to / "model.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    metadata.pop("aoquant_crc32")
-    packed = [n for n in json.loads(metadata["tensor_names"]) if json.loads(metadata[n])["_type"] != "Tensor"]
-    described = json.loads(metadata[packed[0]])
-    if turn:
-        described["_data"]["transposed"] = not described["_data"]["transposed"]
-    elif described["_type"] == "PackedTensor":
+def turned(described: dict[str, Any]) -> None:
+    described["_data"]["transposed"] = not described["_data"]["transposed"]
+
+
+def retyped(described: dict[str, Any]) -> None:
+    """Describe a weight of a linear layer as one of experts, and the other way round."""
+    if described["_type"] == "PackedTensor":
         described["_type"] = "PackedExperts"
         described["_data"]["transposed"] = False
     else:
         described["_type"] = "PackedTensor"
         del described["_data"]["transposed"]
-    metadata[packed[0]] = json.dumps(described)
-    save_file(load_file(path), path, metadata)
-    return packed[0]
 
 
 EXPERTS = ["mixtral", "gpt-oss", "qwen3-moe"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "turn"),
-    [*((k, False) for k in ("linear", "embedding", "conv1d", *EXPERTS)), *((k, True) for k in EXPERTS)],
+    ("kind", "change"),
+    [*((k, retyped) for k in ("linear", "embedding", "conv1d", *EXPERTS)), *((k, turned) for k in EXPERTS)],
 )
 def test_a_weight_described_as_another_class_is_refused_at_load(
-    kinds: Callable[[str], tuple[Path, Any]], kind: str, turn: bool, tmp_path: Path
+    kinds: Callable[[str], tuple[Path, Any]], kind: str, change: Any, tmp_path: Path
 ) -> None:
     folder, model_class = kinds(kind)
     model_class.from_pretrained(folder)
-    name = retyped(folder, tmp_path / "copy", turn)
+    names = edited(folder, tmp_path / "copy", change)
     for load in (model_class.from_pretrained, lambda f: aoquant.load_pretrained(f, model_class)):
-        with pytest.raises(ValueError, match=re.escape(name)):
+        with pytest.raises(ValueError, match="|".join(map(re.escape, names))):
             load(tmp_path / "copy")
