@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support.moe_models import IDS, MODELS, SIZES
+from support.trainers import trainer
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
-    Trainer,
-    TrainingArguments,
 )
 
 from aoquant import QATConfig, quantize_, save_pretrained, verify
@@ -92,19 +91,14 @@ def test_the_trainer_trains_experts(family: str, tmp_path: Path) -> None:
     model = made(family).float()
     quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
     before = [p.detach().clone() for name, p in model.named_parameters() if "experts" in name]
-    options = TrainingArguments(
-        str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1,
-        learning_rate=1e-2, per_device_train_batch_size=2,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in IDS]
-    trainer = Trainer(model, options, train_dataset=data)
-    trainer.add_callback(QATCallback(log_every=3, batch={"input_ids": IDS}))
-    trainer.train()
+    run = trainer(model, tmp_path, IDS)
+    run.add_callback(QATCallback(log_every=3, batch={"input_ids": IDS}))
+    run.train()
     after = [p for name, p in model.named_parameters() if "experts" in name]
     assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
-    logged = [entry for entry in trainer.state.log_history if MIN in entry]
+    logged = [entry for entry in run.state.log_history if MIN in entry]
     assert len(logged) == 1 and all(10 < logged[0][key] < 40 for key in (MIN, OUTPUT))
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))

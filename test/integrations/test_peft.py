@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from support.adapters import layer, lora, prepared
 from support.models import IDS, llama, logits
+from support.trainers import trainer
 from torch import nn
 from torchao.quantization import (
     Int4WeightOnlyConfig,
@@ -21,7 +22,7 @@ from torchao.quantization import (
     PerGroup,
 )
 from torchao.utils import TorchAOBaseTensor
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM
 
 from aoquant import (
     WUSH,
@@ -294,10 +295,7 @@ def test_a_loaded_4_bit_checkpoint_trains_adapters_in_trainer(tmp_path: Path) ->
     save_pretrained(packed(Int4WeightConfig(32)), tmp_path / "base")
     model = get_peft_model(load_pretrained(tmp_path / "base"), lora())
     before = logits(model)
-    options = TrainingArguments(
-        str(tmp_path), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
-    )
-    Trainer(model, options, train_dataset=[{"input_ids": row, "labels": row} for row in IDS]).train()
+    trainer(model, tmp_path, IDS, 2).train()
     assert not torch.equal(logits(model), before)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if "lora_" in n

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import trainers
 from support.models import llama_config
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from aoquant import NVFP4WeightConfig, QATConfig, quantize_, quantized_model_init
 from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
@@ -47,12 +44,7 @@ def llama(*, prepare: bool = True) -> LlamaForCausalLM:
 
 
 def trainer(model: LlamaForCausalLM, folder: Path, steps: int = 3, **arguments: object) -> Trainer:
-    defaults = {"save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
-    options = TrainingArguments(
-        str(folder), max_steps=steps, use_cpu=True, report_to=[], disable_tqdm=True, **(defaults | arguments)
-    )
-    data = [{"input_ids": row, "labels": row} for row in IDS]
-    return Trainer(model, options, train_dataset=data, eval_dataset=data[:2])
+    return trainers.trainer(model, folder, IDS, steps, **arguments)
 
 
 def logged(trainer: Trainer, key: str) -> dict[int, float]:
