@@ -24,18 +24,22 @@ _CONTEST = _of(
 _HF = (
     *_of(
         "integrations/test_hf.py",
-        "foreign_checkpoints", "checkpoint_that_does_not_fit_the_model", "config_of_the_future",
-        "weights_that_were_loaded_as_something_else_are_named", "model_class_of_choice", "truncated_weights",
-        "missing_shard_and_lost_tensor", "lost_scale", "quantised_head_that_the_config_ties_is_refused_until_untied",
-        "saving_over_another_layout_replaces_it", "parts_under_other_names_are_counted_by_kind", "sizes_of_shards",
-        "folders_of_compressed_tensors_go_to_their_reader",
+        "a_damaged_or_foreign_checkpoint_is_refused_by_name", "newer_schema_is_refused_by_every_loader",
+        "a_lost_shard_and_a_tensor_that_no_shard_has_are_named",
+        "weights_that_were_loaded_as_something_else_are_named",
+        "what_cannot_be_saved_is_refused_and_nothing_is_written",
     ),
+    *_of(
+        "integrations/test_renamed.py",
+        "the_class_to_load_with_is_named", "a_lost_part_of_a_renamed_tensor_is_noticed_before_loading",
+    ),
+    *_of("integrations/test_hf_embeddings.py", "one_of_a_pair_that_the_config_ties_is_refused"),
 )  # fmt: skip
 _CONVERT = (
     "integrations/test_convert_mistakes.py",
     *_of(
         "integrations/test_convert.py",
-        "every_tensor_of_a_file_lies_aligned", "one_file_and_transformers_own_loader",
+        "every_tensor_of_a_file_lies_aligned",
         "an_interrupted_conversion_leaves_nothing_that_looks_whole",
         "a_weight_that_overflows_in_the_models_dtype_is_refused", "tied_weights_are_found_under_either_name",
         "dtype_is_what_from_pretrained_gives", "other_files_come_along_and_other_weights_do_not",
@@ -254,7 +258,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
     "integrations/hf.py": (
-        *_HF, "integrations/test_hf_embeddings.py", "integrations/test_renamed.py::test_the_class_to_load_with_is_named",
+        *_HF, "integrations/test_hf_embeddings.py",
     ),
     "integrations/checkpoint.py": _HF,
 }  # fmt: skip
