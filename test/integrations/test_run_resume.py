@@ -171,7 +171,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def run(small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run `aoquant run` on the small model; return its exit code and the last line of its errors."""
+    """Run `aoquant run` on the small model; return its exit code and the last error, which may have several lines."""
 
     def command(*more: str, given: list[str] = small) -> tuple[int, str]:
         capsys.readouterr()
@@ -180,7 +180,8 @@ def run(small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str])
             cli.main(["run", *given, *more])
         except SystemExit as exit:
             code = int(exit.code or 0)
-        return code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
+        err = capsys.readouterr().err
+        return code, err[err.rfind("aoquant: ") :]
 
     return command
 
