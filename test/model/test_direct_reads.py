@@ -17,18 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig as torchao_int8
 
-from aoquant import (
-    HybridConfig,
-    Int4WeightConfig,
-    NVFP4WeightConfig,
-    QATConfig,
-    calibrate,
-    quantize_,
-    report,
-    unprepare,
-    verify,
-)
-from aoquant.config import Int8WeightConfig
+from aoquant import HybridConfig, QATConfig, calibrate, quantize_, report, unprepare, verify
 from aoquant.layers import direct_reads
 from aoquant.layers.checks import unread
 
@@ -55,7 +44,7 @@ class Model(nn.Module):
 
 
 def prepared(model: nn.Module, config: Any = None, **kwargs: Any) -> nn.Module:
-    quantize_(model, QATConfig(config or Int4WeightConfig(32), step="prepare"), **kwargs)
+    quantize_(model, QATConfig(config or "int4-g32", step="prepare"), **kwargs)
     return model
 
 
@@ -159,7 +148,7 @@ class WithPenalty(Model):
         return super().forward(x) + 1e-4 * weights.square().sum() + self.a.weight.norm()
 
 
-@pytest.mark.parametrize("config", [NVFP4WeightConfig(), Int4WeightConfig(32), Int8WeightConfig()], ids=str)
+@pytest.mark.parametrize("config", ["nvfp4", "int4-g32", "int8-weight"], ids=str)
 def test_reads_that_multiply_nothing_are_no_direct_reads(config: Any) -> None:
     model, x = prepared(WithPenalty(None), config), torch.randn(2, 64)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1)
@@ -175,7 +164,7 @@ def test_reads_that_multiply_nothing_are_no_direct_reads(config: Any) -> None:
 
 def test_what_reads_weights_for_itself_is_no_direct_read() -> None:
     """Calibration, reports, layers whose fake quantisation is off, and what torch.compile compiles."""
-    model, x = prepared(Model(None), Int8WeightConfig(activation="int8-tensor-static")), torch.randn(4, 64)
+    model, x = prepared(Model(None), "int8-static"), torch.randn(4, 64)
     assert said(lambda: calibrate(model, [x])) == []
     plain, other = Model(None), prepared(Model(None))
     converted = copy.deepcopy(other)
@@ -258,7 +247,7 @@ WAYS: dict[str, Callable[[Model, Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_however_it_runs_a_read_is_noticed_once(way: str) -> None:
-    whole = prepared(nn.ModuleDict({"inner": Model(_linear)}), Int8WeightConfig())
+    whole = prepared(nn.ModuleDict({"inner": Model(_linear)}), "int8-weight")
     assert len(said(lambda: WAYS[way](whole["inner"], torch.randn(2, 64)))) == 1  # type: ignore[index]
 
 
@@ -290,7 +279,7 @@ def test_layers_that_run_are_forgotten_without_a_forward_of_the_model() -> None:
         assert off or not {id(model.a.weight), id(model.b.weight)} & set(unread)
 
 
-@pytest.mark.parametrize("config", [Int4WeightConfig(32), torchao_int8()], ids=["ours", "torchao"])
+@pytest.mark.parametrize("config", ["int4-g32", torchao_int8()], ids=["ours", "torchao"])
 def test_a_packed_weight_that_is_read_is_named(config: Any) -> None:
     model, x = Model(READS["operator"]), torch.randn(2, 64)
     quantize_(model, config)
@@ -302,7 +291,7 @@ def test_a_packed_weight_that_is_read_is_named(config: Any) -> None:
 
 def test_packed_weights_in_f_linear_are_right_and_the_watch_ends() -> None:
     model, x = Model(READS["F.linear"]), torch.randn(2, 64)
-    quantize_(model, Int4WeightConfig(32))
+    quantize_(model, "int4-g32")
     called = copy.deepcopy(model)
     called.read = None
     called.b.bias = None

@@ -13,32 +13,15 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import remove_hook_from_module
+from support.checkpoint_configs import OURS as FORMATS
+from support.checkpoint_configs import TORCHAO as THEIRS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 
-from aoquant import (
-    GridFlipFP4WeightConfig,
-    Int4WeightConfig,
-    Int8WeightConfig,
-    IntxWeightConfig,
-    MXFP8WeightConfig,
-    NVFP4WeightConfig,
-    PackedTensor,
-    QATConfig,
-    quantize_,
-    set_fake_quant,
-    unprepare,
-)
+from aoquant import PackedTensor, QATConfig, quantize_, set_fake_quant, unprepare
 
-OURS = {
-    "nvfp4": NVFP4WeightConfig(),
-    "gridflip": GridFlipFP4WeightConfig(tile=16),
-    "int4-g32": Int4WeightConfig(32),
-    "intx3-g32": IntxWeightConfig(3),
-    "mxfp8": MXFP8WeightConfig(),
-}
-TORCHAO = {"torchao-int8": Int8WeightOnlyConfig(), "torchao-intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32))}
+OURS = {name: FORMATS[name] for name in ("nvfp4", "fouroversix-tiles", "gridflip", "int4-g32", "intx3-g32", "mxfp8")}
+TORCHAO = {name: THEIRS[name] for name in ("int8-weight", "intx")}
 X = torch.linspace(-2, 2, 4 * 64).view(4, 64).bfloat16()
 
 
@@ -108,7 +91,7 @@ def holding_nan() -> nn.Sequential:
     state = net().state_dict()
     state["2.weight"][3, 4] = torch.nan
     model = on_meta()
-    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    quantize_(model, QATConfig("nvfp4"))
     model.load_state_dict(state, assign=True)
     return model
 
@@ -121,18 +104,18 @@ def with_a_forward_of_its_own() -> nn.Sequential:
 
 def prepared_and_offloaded() -> nn.Module:
     model = offloaded(net())
-    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    quantize_(model, QATConfig("nvfp4"))
     return model
 
 
-PREPARE, CONVERT = QATConfig(NVFP4WeightConfig()), QATConfig(step="convert")
+PREPARE, CONVERT = QATConfig("nvfp4"), QATConfig(step="convert")
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "moved from meta": (on_meta, partial(quantize_, config=PREPARE, device="cpu"), "0.weight .*meta"),
     "NaN loaded after prepare": (holding_nan, partial(quantize_, config=CONVERT), r"2 \(64, 96\): .*NaN or Inf"),
     "another forward": (with_a_forward_of_its_own, partial(quantize_, config=PREPARE), r"0 \(96, 64\)"),
     "offloaded": (
         lambda: offloaded(net()),
-        partial(quantize_, config=NVFP4WeightConfig()),
+        partial(quantize_, config="nvfp4"),
         r"0 \(96, 64\): accelerate",
     ),
     "offloaded, prepared": (prepared_and_offloaded, partial(quantize_, config=CONVERT), r"0 \(96, 64\): accelerate"),
@@ -150,7 +133,7 @@ def test_what_cannot_be_done_is_refused_by_name(make: Any, call: Any, name: str)
     assert [type(m) for m in model] == classes
 
 
-@pytest.mark.parametrize("step", [QATConfig(Int8WeightConfig()), Int8WeightConfig()], ids=["prepared", "skeleton"])
+@pytest.mark.parametrize("step", [QATConfig("int8-weight"), "int8-weight"], ids=["prepared", "skeleton"])
 def test_weights_and_inputs_on_two_devices_are_an_error_and_not_uninitialised_memory(step: Any) -> None:
     model, there = on_meta(), net()
     with torch.device("meta"):
@@ -181,7 +164,7 @@ class Moves(TorchDispatchMode):
 def test_device_moves_one_weight_at_a_time() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
     with Moves() as moves:
-        quantize_(model, Int4WeightConfig(32), device="meta")
+        quantize_(model, "int4-g32", device="meta")
     assert moves.most == 1
     assert all(m.weight.is_meta and type(m.weight) is PackedTensor for m in model)
 
@@ -200,7 +183,7 @@ def offloaded(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("hook", [split, offloaded], ids=["split", "offloaded"])
 @pytest.mark.parametrize("order", ["hook, prepare", "prepare, hook"])
 def test_prepared_layers_compute_under_accelerates_hooks(hook: Any, order: str) -> None:
-    model, config = net(), QATConfig(NVFP4WeightConfig())
+    model, config = net(), QATConfig("nvfp4")
     plain = model(X)
     reference = copy.deepcopy(model)
     quantize_(reference, config)
@@ -237,7 +220,7 @@ def test_unprepare_leaves_the_model_as_it_was() -> None:
     model[0].note = "kept"
     model[2].weight.requires_grad_(False)
     before, weights, output = dict(vars(model[0])), list(model.parameters()), model(X)
-    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    quantize_(model, QATConfig("nvfp4"))
     assert not torch.equal(model(X), output)
     assert unprepare(model) == 2
     assert_plain(model)
@@ -248,7 +231,7 @@ def test_unprepare_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(X), output)
     assert calls == ["hook"] * 3
     layer = model[0]
-    quantize_(layer, QATConfig(Int4WeightConfig(32)))  # and can be prepared again, for another config, alone
+    quantize_(layer, QATConfig("int4-g32"))  # and can be prepared again, for another config, alone
     layer(X).sum().backward()
     torch.optim.SGD(layer.parameters(), 0.5).step()
     trained = layer.weight.detach().clone()
