@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aoquant import QATConfig, get_format, quantize_
+from aoquant import get_format, quantize_
 from aoquant.formats import Encoded, Random
 from aoquant.formats.operand import Operand, as_operand
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
@@ -117,7 +117,3 @@ def differing(got: Tensor, wanted: Tensor) -> float:
 def slope(got: Tensor, wanted: Tensor) -> float:
     """Of the line through the origin that fits got over wanted: 1 where rounding neither shrinks nor grows."""
     return float((got.double() * wanted.double()).sum() / wanted.double().square().sum())
-
-
-def prepared_as(base: Any, **options: Any) -> QATLinear:
-    return layer(QATConfig(base, **options))
