@@ -1,12 +1,8 @@
 """torchao's own `quantize_` takes our configs through these handlers.
 
-A handler sees one module and no name. So its errors give shapes only, layers that were changed before an error stay
-changed, and nothing that concerns the whole model is seen here: which parameters stay float, weights read outside
-their layer, a shared weight of which one user was chosen. The numerics are those of `aoquant.quantize_`. A weight
-that two layers share stays shared when both are given the same config, one after the other.
-
-torchao's `QATConfig` refuses configs that are not torchao's. Its handler is therefore registered again, chained: our
-configs, and layers that we prepared, come to us; everything else goes where it went before.
+A handler sees one module and no name: its errors give shapes only, layers that were changed before an error stay
+changed, and nothing that concerns the whole model is seen. torchao's `QATConfig` refuses configs that are not
+torchao's, so its handler is registered again, chained: our configs, and layers that we prepared, come to us.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """Calibration: static scales, and fitted transforms, found by running the model on a few batches.
 
 Every prepared layer whose recipe holds scales is watched during one forward loop, in eval mode, without gradients and
-without fake quantisation: the running minimum and maximum of its input, two scalars a layer however long the loop is.
-The format's own `measure` then makes the scale of a two-element tensor that holds the two, and that is the scale of
-everything the layer saw, because a per-tensor scale depends on nothing else. Held weight scales are measured anew on
-the weights as they are.
-
-A layer with a fitted transform has the Gram matrices of its input's blocks added up instead, in float64: K * size
-numbers a layer, and again no matter how long the loop is (`transforms/wush.py`). Those of its weight are made when
-the loop is over.
-
-On several ranks extrema and Grams are reduced before anything is measured, so every rank holds the same scales and
-transforms. Nothing is written unless all layers have been reached and everything is usable; a second calibration
-replaces the first.
+without fake quantisation: two scalars a layer, the running minimum and maximum of its input, from which the format's
+own `measure` makes the scale. A layer with a fitted transform adds up the Gram matrices of its input's blocks instead
+(`transforms/wush.py`). Ranks are reduced before anything is measured, and nothing is written unless all is usable.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Configs: what to do to a linear layer.
 
 A PTQ config (`NVFP4WeightConfig()`, or one of torchao's) says what is deployed; alone, it quantises. `QATConfig(base,
-step=...)` wraps it: "prepare" makes layers train as the deployed layer computes, "convert" leaves the deployed layer.
-Configs are plain dataclasses of names and numbers, so that torchao's config loader can put them in a checkpoint and
-take them out again.
-
-torchao writes each config's `version` as "_version" beside its class name, and hands it back when it differs. For
-aoquant's configs that number is the checkpoint schema: an aoquant that is too old for a checkpoint says so in every
-loader, HF's included.
+step=...)` wraps it. Configs are plain dataclasses of names and numbers, so that torchao's config loader can put them in
+a checkpoint; their `version`, which torchao writes, is the checkpoint schema.
 """
 
 from __future__ import annotations

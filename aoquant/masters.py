@@ -1,17 +1,9 @@
 """`quantized_model_init`: a model whose linear layers multiply codes, and float32 masters for the optimizer.
 
-A prepared layer normally encodes its weight in every step. Here its parameter is a float32 master, and it holds what
-the encoding gives, the codes and scales that its GEMMs read (`layers/mastered.py`):
-
-    model.parameters()  the masters, in place of the weights
-    layer.weight        the codes; its gradient is the master's
-    optimizer.step()    moves the masters, and then every layer takes the codes of its master anew
-    state_dict()        that of the float32 model, names and values
-
-So training is that of the prepared float32 model, bit for bit, and under DDP that of the prepared model under DDP. What
-it saves is encoding more than once a step when there are micro-batches, and a second copy of the weights in bf16
-beside float32 masters. A model in bf16 stays one: its layers take and give bf16, and their codes are those of the
-float32 masters.
+A layer holds the codes and scales of a float32 master (`layers/mastered.py`), which is the parameter; after
+`optimizer.step()` every layer takes the codes of its master anew. Training is that of the prepared float32 model, bit
+for bit, without encoding weights more than once a step, and without a second copy of them in bf16. A model in bf16
+stays one: its layers take and give bf16.
 """
 
 from __future__ import annotations

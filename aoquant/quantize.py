@@ -1,16 +1,9 @@
 """`quantize_`: plan the whole model, check it, apply, and put everything back if anything fails.
 
-Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back, or to the subclass of
-nn.Linear whose forward reads packed weights fast (layers/packed.py). In both cases the module object, its name, hooks,
-attributes, mode and bias stay what they were.
-
-Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU
-goes as soon as it is packed, and what could fail is tried first: one layer of every kind is packed and forgotten
-before anything is touched.
-
-A warning names matrices without support when they are much of the model
-(planning/coverage.py), and the first forward afterwards is watched for weights that are read outside their layer
-(layers/direct_reads.py).
+Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back, or to `PackedLinear`. The
+module object, its name, hooks, attributes, mode and bias stay what they were. A model and its packed copy may not fit
+on one GPU, so a float weight there goes as soon as it is packed, and what could fail is tried first: one layer of every
+kind is packed and forgotten before anything is touched.
 """
 
 from __future__ import annotations

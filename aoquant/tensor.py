@@ -1,15 +1,9 @@
 """The packed tensor: one subclass for every format.
 
-A converted nn.Linear is a `PackedLinear` (layers/packed.py), and a converted nn.Embedding keeps its class. The weight
-becomes a `PackedTensor`, which holds the codes and scales that the prepared layer multiplied and knows, by three
-strings, what to do with them: the weight's format, the activation's format and the GEMM contract. `F.linear(x, packed)`
-therefore runs the same two operations with the same arguments as the prepared layer did, and gives the same bits.
-Serving engines that keep nothing but weight tensors keep everything.
-
-Field names are the ones that HF's loader knows; the outer scale is stored per row, (N, 1), because loaders narrow and
-copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the last of them.
-
-How it is viewed, copied, moved and cut is in layers/packed_moves.py.
+The weight of a converted layer holds the codes and scales that the prepared layer multiplied and knows, by three
+strings, what to do with them: the weight's format, the activation's format and the GEMM contract. So `F.linear(x,
+packed)` gives the same bits, also in engines that keep nothing but weight tensors. Field names are those that HF's
+loader knows; the outer scale is (N, 1), because loaders copy fused q/k/v shards row by row (layers/packed_moves.py).
 """
 
 from __future__ import annotations

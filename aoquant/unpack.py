@@ -1,13 +1,9 @@
 """A packed model as a prepared one: QAT that goes on from published codes.
 
 The float weights are the packed ones' values, and the layers hold the packed scales (static, or learned), so the first
-forward multiplies the very codes that were packed, and convert stores them again. Rounding a value to bfloat16 can put
-it nearer to another code when it is encoded again (int8 has more codes than bfloat16 has steps), and a zero may lose
-the sign of its code; such a weight is moved to a float that has its code. Layers where none has are an error.
-
-Stacked experts hold static scales, each expert its own, unless scales made anew are the packed ones, as MXFP4's are:
-then they hold none, and are what `quantize_` prepares. So are embeddings and layers that share a weight; an embedding
-whose scales would be others stays packed.
+forward multiplies the very codes that were packed. A value whose code would be another one is moved to a float that
+has its code; layers where none has are an error. Experts hold scales unless these are the same made anew (MXFP4);
+embeddings and layers that share a weight hold none, and an embedding whose scales would be others stays packed.
 """
 
 from __future__ import annotations

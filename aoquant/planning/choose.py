@@ -1,13 +1,8 @@
 """Which layer gets which config: filter functions, names and patterns, and what applies when neither says.
 
-By default every linear layer is chosen but those in output heads (heads.py), which cost quality and are often tied, and
-in routers of experts; and no embedding.
-A filter function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their
-order, then "_default"; a key names a layer ("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
-
-A choice that cannot be honoured is an error or a warning, never silence. A key that names a parameter which is no
-layer's weight, such as a bias or stacked experts, raises. A filter that picks a module without support, such as a
-convolution, is noted for the coverage's warning.
+By default every linear layer is chosen but those in output heads (heads.py) and in routers, and no embedding. A filter
+function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their order, then
+"_default". A choice that cannot be honoured is an error or a warning, never silence.
 """
 
 from __future__ import annotations

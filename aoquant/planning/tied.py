@@ -1,12 +1,8 @@
 """Sharing: one module under several names, and one weight in several modules.
 
-Both are common: a block called twice, an output head that is the input embedding. Quantising one user of a shared
-weight either quantises it for all, or makes two weights of it without a word. So every module is planned once, with
-all its names, and a shared weight is quantised for all of its users, with one config and into one packed tensor, or
-for none. An embedding and the head tied to it fit one encoding: a row is a token in both, and scales run along K, the
-hidden size, in both.
-
-A weight is shared when it is one parameter, or one memory: two `nn.Parameter`s over the same elements are tied too.
+A block called twice, an output head that is the input embedding: every module is planned once, with all its names, and
+a shared weight is quantised for all of its users, with one config and into one packed tensor, or for none. A weight is
+shared when it is one parameter, or one memory: two `nn.Parameter`s over the same elements are tied too.
 """
 
 from __future__ import annotations
