@@ -107,6 +107,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Begin without compiled code and without counts of graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """For models so small that more threads only wait for one another, for minutes on a busy machine."""
     before = torch.get_num_threads()

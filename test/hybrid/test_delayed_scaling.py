@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.hybrid_cases import BF16, assert_same, data, layer, step
+from support.hybrid_cases import BF16, data, layer
+from support.training_cases import assert_same, step
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from aoquant import HybridConfig, PackedTensor, PackedWeightConfig, QATConfig, get_format, quantize_
+from aoquant import HybridConfig, PackedWeightConfig, QATConfig, get_format, quantize_
 from aoquant.formats import Scales
-from aoquant.formats.delayed import Delayed, advanced, fresh
+from aoquant.formats.delayed import advanced, fresh
 from aoquant.ops.delayed import absmax
 
 E4M3, E5M2 = "te-fp8-tensor", "te-fp8-e5m2-tensor"
@@ -97,17 +97,8 @@ def test_layers_wake_up_from_the_output_unless_a_large_loss_wakes_them() -> None
     assert awake(2**16) == awake(1) == [True] * 3
 
 
-@pytest.mark.parametrize("steps", [1, 3, 16])
-def test_a_maximum_is_forgotten_after_as_many_steps_as_the_history_holds(steps: int) -> None:
-    state, seen = fresh(1, steps), list[float]()
-    for amax in [7.0] + [1.0] * steps:
-        state = advanced(state, torch.tensor([amax]), torch.tensor([448.0]), "max")
-        seen.append(448 / state.factor.item())
-    assert seen == [7.0] * steps + [1.0]
-
-
 @pytest.mark.parametrize(("before", "after"), [(16, 1024), (1024, 16), (16, 2), (16, 1), (1, 16)])
-def test_25_a_new_length_keeps_what_fits_of_the_history(before: int, after: int) -> None:
+def test_a_new_length_keeps_what_fits_of_the_history(before: int, after: int) -> None:
     """As if it had been so from the start, and the factors stay until the next step."""
     model, wanted = (nn.ModuleDict({"layer": layer(config(n))}) for n in (before, after))
     for m in (model, wanted):
@@ -122,7 +113,7 @@ def test_25_a_new_length_keeps_what_fits_of_the_history(before: int, after: int)
         assert_same(again[1], trained(wanted["layer"], 2)[1])
 
 
-def test_25_the_select_is_replaced_and_converted() -> None:
+def test_the_select_is_replaced_and_converted() -> None:
     model = nn.ModuleDict({"layer": layer(config(16))})
     trained(model["layer"], 3)
     before = copy.deepcopy(model.state_dict())
@@ -134,7 +125,7 @@ def test_25_the_select_is_replaced_and_converted() -> None:
     assert model["layer"].weight.activation.startswith("te-fp8-tensor-static:")
 
 
-def test_25_from_scales_of_the_step_and_back() -> None:
+def test_from_scales_of_the_step_and_back() -> None:
     """The forward's formats stay; a history begins empty."""
     model = nn.ModuleDict({"layer": layer(config(0))})
     plain = trained(model["layer"], 1)
@@ -147,23 +138,19 @@ def test_25_from_scales_of_the_step_and_back() -> None:
     model.load_state_dict(kept)
 
 
-def test_the_history_is_part_of_the_state_dict() -> None:
-    linear = layer(config(16))
+def test_a_checkpoint_without_a_history_begins_anew() -> None:
+    """A part of a checkpoint leaves it; so does its own. A float checkpoint says that the history begins anew."""
+    linear, plain = layer(config(16)), layer(None)
     trained(linear, 2)
-    state = copy.deepcopy(linear.state_dict())
-    assert state["amax_history"].shape == (3, 16) and state["amax_history"].count_nonzero() == 6
-    other = layer(config(16))
-    other.load_state_dict(state)
-    assert_same(trained(other, 2)[1], trained(linear, 2)[1])
-    plain = layer(None)
     factors = linear.amax_factor.tolist()
+    assert linear.amax_history.shape == (3, 16) and linear.amax_history.count_nonzero() == 6
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        linear.load_state_dict(state)
+        linear.load_state_dict(copy.deepcopy(linear.state_dict()))
         linear.load_state_dict({"bias": plain.bias}, strict=False)
         assert linear.amax_factor.tolist() == factors
-    with pytest.warns(UserWarning, match="has no amax_history for layers with delayed scaling: theirs begins anew"):
-        linear.load_state_dict(plain.state_dict())  # a checkpoint from before begins at step 0
+    with pytest.warns(UserWarning, match="has no amax_history"):
+        linear.load_state_dict(plain.state_dict())
     assert linear.amax_factor.tolist() == [1, 1, 1]
 
 
@@ -173,72 +160,6 @@ def test_a_cast_leaves_it_in_float32() -> None:
     before = model["layer"].amax_factor.clone()
     model.to(BF16).float()
     assert torch.equal(model["layer"].amax_factor, before) and before.dtype == torch.float32
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputing_does_not_advance_it(reentrant: bool) -> None:
-    one, other = layer(config(16)), layer(config(16))
-    for i in range(3):
-        x, g = data()
-        x = x * (1 + i)
-        wanted = step(other, x, g)
-        one.zero_grad()
-        leaf = x.detach().requires_grad_()
-        checkpoint(one, leaf, use_reentrant=reentrant).backward(g)
-        assert one.weight.grad is not None and leaf.grad is not None
-        assert torch.equal(one.weight.grad, wanted["weight"]) and torch.equal(leaf.grad, wanted["x"])
-    assert torch.equal(one.amax_history, other.amax_history)
-
-
-def test_evaluation_does_not_advance_it() -> None:
-    linear, (x, _) = layer(config(16)), data()
-    trained(linear, 1)
-    before = linear.amax_history.clone()
-    with torch.no_grad():
-        linear(x * 100)
-    assert torch.equal(linear.amax_history, before)
-
-
-def test_what_is_deployed_has_the_factors_of_training() -> None:
-    model = nn.ModuleDict({"layer": layer(config(16))})
-    trained(model["layer"], 3)
-    x, _ = data()
-    with torch.no_grad():
-        wanted = model["layer"](x)
-        quantize_(model, QATConfig(step="convert"))
-        assert torch.equal(model["layer"](x), wanted)
-    weight = model["layer"].weight
-    assert isinstance(weight, PackedTensor) and weight.activation.startswith("te-fp8-tensor-static:")
-    assert "amax_history" not in model["layer"]._buffers
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_one_gemm_alone(frozen: str) -> None:
-    x, g = data()
-    linear, other = layer(config(16)), layer(config(16))
-    trained(linear, 1), trained(other, 1)
-    wanted = step(other, x, g)
-    linear.weight.requires_grad_(frozen != "weight")
-    linear.zero_grad()
-    leaf = x.detach().requires_grad_(frozen != "x")
-    linear(leaf).backward(g)
-    got = linear.weight.grad if frozen == "x" else leaf.grad
-    assert got is not None and torch.equal(got, wanted["weight" if frozen == "x" else "x"])
-    assert torch.equal(linear.amax_history, other.amax_history)
-
-
-def test_a_compiled_step_advances_it() -> None:
-    torch._dynamo.reset()
-    one, other = layer(config(16)), layer(config(16))
-    run = torch.compile(one, backend="aot_eager", fullgraph=True)
-    x, g = data()
-    for _ in range(2):
-        wanted = step(other, x, g)
-        one.zero_grad()
-        leaf = x.detach().requires_grad_()
-        run(leaf).backward(g)
-        assert one.weight.grad is not None and torch.equal(one.weight.grad, wanted["weight"])
-    assert torch.equal(one.amax_history, other.amax_history) and torch.equal(one.amax_factor, other.amax_factor)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +180,6 @@ def test_the_options_are_checked() -> None:
     for options in ({"amax_history": -1}, {"amax_history": True}, {"amax_select": "mean"}):
         with pytest.raises(ValueError, match="HybridConfig: amax_history"):
             HybridConfig.fwd_bwd(E4M3, E4M3, **options)
-    assert Delayed._fields == ("history", "factor")
 
 
 def test_the_largest_magnitude_of_nothing_is_zero() -> None:

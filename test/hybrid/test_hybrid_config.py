@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.hybrid_cases import assert_same, data, layer, step
-from test_hybrid_training import gradients, network
+from support.hybrid_cases import data, layer
+from support.training_cases import assert_same, batch, step, student
 from torch import nn
 from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig
@@ -22,69 +23,49 @@ from aoquant import (
     MXFP4WeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
-    PackedTensor,
     QATConfig,
-    fixed_weights,
     quantize_,
 )
 from aoquant.layers.qat import RANDOM
 from aoquant.recipes import FP8_HYBRID, NVFP4_TRAINING, get_recipe
 
 RHT = "te-hadamard16-sd7e8"
-MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
 
 
-@pytest.mark.parametrize(
-    ("casts", "said"),
-    [
-        ({"dgrad_grad_output": "mxfp8"}, "dgrad have one format.*got grad_output mxfp8 and weight high precision"),
-        ({"wgrad_input": "mxfp8"}, "wgrad have one format.*got grad_output high precision and input mxfp8"),
-        ({"dgrad_grad_output": "mxfp8", "dgrad_weight": "mxfp4"}, "dgrad .*grad_output mxfp8 and weight mxfp4"),
-        ({"wgrad_grad_output": "te-fp8-tensor", "wgrad_input": "te-fp8-1x128"}, "wgrad .*FP8 in blocks of 128"),
-        ({"wgrad_grad_output": f"{RHT}+te-nvfp4", "wgrad_input": "te-nvfp4"}, "wgrad have one transform"),
-        (
-            {"wgrad_grad_output": f"{RHT}+te-nvfp4", "wgrad_input": "te-hadamard16-s1+te-nvfp4"},
-            "wgrad have one transform",
-        ),
-        (
-            {"dgrad_grad_output": Cast("mxfp8", "forward"), "dgrad_weight": "mxfp8"},
-            "dgrad: grad_output mxfp8: a gradient has",
-        ),
-        (
-            {"wgrad_grad_output": Cast(None, "forward")},
-            "wgrad: grad_output high precision: a gradient has no forward value",
-        ),
-        ({"dgrad_grad_output": "nvfp4-sr", "dgrad_weight": "nvfp4-sr"}, "dgrad: weight nvfp4-sr rounds at random"),
-        (
-            {"wgrad_grad_output": "rht32+mxfp4", "wgrad_input": "rht32+mxfp4"},
-            r"wgrad: input rht32\+mxfp4: a rotation that is drawn",
-        ),
-        ({"fprop_weight": "nvfp4-sr"}, "fprop: fprop_weight nvfp4-sr rounds at random"),
-        ({"fprop_input": Cast("mxfp8", "forward")}, "fprop: fprop_input: forward starts from the original"),
-        ({"fprop_weight": "mxfp9"}, "fprop_weight: no format is called 'mxfp9'"),
-        ({"dgrad_weight": Cast(None, "row")}, "dgrad: weight high precision: the source is one of original, forward"),
-        ({"save": "row"}, "save is one of col, hp"),
-        ({"seed": -1}, "seed must be an integer"),
-        ({"dgrad_weight": 8}, "dgrad_weight is a Cast, the name of a format or None, got 8"),
-        (
-            {"dgrad_grad_output": "nvfp4-sr", "dgrad_weight": "nvfp4-sr"},
-            "nvfp4-sr rounds at random.*; got grad_output nvfp4-sr and weight nvfp4-sr",
-        ),
-        (
-            {"fprop_input": "hadamard16+mxfp4", "fprop_weight": "hadamard16+mxfp4"},
-            "a backward whose casts have sources needs a forward without a transform",
-        ),
-        (
-            {"fprop_input": f"{RHT}+te-nvfp4", "fprop_weight": f"{RHT}+te-nvfp4"},
-            "te-hadamard stands before both operands of wgrad",
-        ),
-        ({"fprop_input": "mxfp8", "fprop_weight": "mxfp8", "amax_history": 16}, "delayed scaling is for te-fp8-tensor"),
-        ({"dgrad_grad_output": "mxfp8", "dgrad_weight": "mxfp8", "amax_history": 16}, "delayed scaling is for"),
-        ({"amax_history": 16}, "delayed scaling is for"),
-    ],
-)
-def test_5_mismatches_are_refused_at_construction(casts: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"HybridConfig: .*{said}"):
+def both(gemm: str, other: str, grad: Any, saved: Any) -> dict[str, Any]:
+    return {f"{gemm}_grad_output": grad, f"{gemm}_{other}": saved}
+
+
+# casts, and what the message names: the GEMM or the argument
+MISMATCHES: list[tuple[dict[str, Any], str]] = [
+    (both("dgrad", "weight", "mxfp8", None), "dgrad"),
+    (both("wgrad", "input", None, "mxfp8"), "wgrad"),
+    (both("dgrad", "weight", "mxfp8", "mxfp4"), "dgrad"),
+    (both("wgrad", "input", "te-fp8-tensor", "te-fp8-1x128"), "wgrad"),
+    (both("wgrad", "input", f"{RHT}+te-nvfp4", "te-nvfp4"), "wgrad"),
+    (both("wgrad", "input", f"{RHT}+te-nvfp4", "te-hadamard16-s1+te-nvfp4"), "wgrad"),
+    (both("dgrad", "weight", Cast("mxfp8", "forward"), "mxfp8"), "dgrad: grad_output"),
+    (both("wgrad", "input", Cast(None, "forward"), None), "wgrad: grad_output"),
+    (both("dgrad", "weight", "nvfp4-sr", "nvfp4-sr"), "dgrad: weight nvfp4-sr"),
+    (both("wgrad", "input", "rht32+mxfp4", "rht32+mxfp4"), "wgrad: input"),
+    ({"fprop_weight": "nvfp4-sr"}, "fprop: fprop_weight"),
+    ({"fprop_input": Cast("mxfp8", "forward")}, "fprop: fprop_input"),
+    ({"fprop_weight": "mxfp9"}, "fprop_weight"),
+    ({"dgrad_weight": Cast(None, "row")}, "dgrad: weight"),
+    ({"save": "row"}, "save"),
+    ({"seed": -1}, "seed"),
+    ({"dgrad_weight": 8}, "dgrad_weight"),
+    ({"fprop_input": "hadamard16+mxfp4", "fprop_weight": "hadamard16+mxfp4"}, "a forward without a transform"),
+    ({"fprop_input": f"{RHT}+te-nvfp4", "fprop_weight": f"{RHT}+te-nvfp4"}, "te-hadamard stands before"),
+    ({"fprop_input": "mxfp8", "fprop_weight": "mxfp8", "amax_history": 16}, "delayed scaling"),
+    (both("dgrad", "weight", "mxfp8", "mxfp8") | {"amax_history": 16}, "delayed scaling"),
+    ({"amax_history": 16}, "delayed scaling"),
+]
+
+
+@pytest.mark.parametrize(("casts", "named"), MISMATCHES)
+def test_mismatches_are_refused_at_construction(casts: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"HybridConfig: .*{named}"):
         HybridConfig(**casts)
 
 
@@ -99,53 +80,25 @@ def test_5_mismatches_are_refused_at_construction(casts: dict[str, Any], said: s
         (f"{RHT}+nvfp4-sr", f"{RHT}+te-nvfp4"),
     ],
 )
-def test_5_a_family_is_allowed(grad: str, other: str) -> None:
+def test_a_family_is_allowed(grad: str, other: str) -> None:
     config = HybridConfig(wgrad_grad_output=grad, wgrad_input=other)
     assert (config.cast("wgrad_grad_output").format, config.cast("wgrad_input").format) == (grad, other)
     drawn = HybridConfig(wgrad_grad_output="rht32+mxfp4-sr", wgrad_input=Cast("rht32+mxfp4", "forward"))
     assert drawn.slots()["input_source"] == "forward"
 
 
-def test_18_a_config_is_a_value(tmp_path: Any) -> None:
-    config = HybridConfig.fwd_bwd("mxfp8", "te-nvfp4", seed=7, save="hp")
-    assert pickle.loads(pickle.dumps(config)) == config and hash(pickle.loads(pickle.dumps(config))) == hash(config)
-    written = json.loads(json.dumps(config_to_dict(config)))
-    assert config_from_dict(written) == config
-    assert config_from_dict(config_to_dict(NVFP4_TRAINING)) == NVFP4_TRAINING
+@pytest.mark.parametrize("config", [NVFP4_TRAINING, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4", seed=7, save="hp")])
+def test_a_config_is_a_value(config: HybridConfig, tmp_path: Path) -> None:
+    """Through pickle, torchao's JSON, and `torch.load(weights_only=True)` beside weights."""
+    torch.save({"config": config, "weight": torch.ones(2)}, tmp_path / "state.pt")
+    for again in (
+        pickle.loads(pickle.dumps(config)),
+        config_from_dict(json.loads(json.dumps(config_to_dict(config)))),
+        torch.load(tmp_path / "state.pt", weights_only=True)["config"],
+    ):
+        assert again == config and hash(again) == hash(config)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
-    assert config.dgrad_weight == Cast("te-nvfp4", "forward") and config.wgrad_input == Cast("te-nvfp4")
-
-
-def test_18_a_config_loads_weights_only(tmp_path: Any) -> None:
-    """Beside weights in a checkpoint."""
-    for config in (NVFP4_TRAINING, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4", seed=7)):
-        torch.save({"config": config, "weight": torch.ones(2)}, tmp_path / "state.pt")
-        again = torch.load(tmp_path / "state.pt", weights_only=True)["config"]
-        assert again == config and hash(again) == hash(config)
-
-
-def test_18_weights_only_load(tmp_path: Any) -> None:
-    linear = layer(get_recipe("nvfp4-training").prepare())
-    step(linear, *data())
-    torch.save(linear.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    other = layer(get_recipe("nvfp4-training").prepare())
-    other.load_state_dict(state)
-    assert torch.equal(other.backward_random, linear.backward_random) and other.backward_random[2] == 1
-
-
-def test_the_forward_is_what_convert_deploys() -> None:
-    config = HybridConfig.fwd_bwd("mxfp8", "te-nvfp4")
-    model = nn.Sequential(nn.Linear(64, 32))
-    quantize_(model, config)
-    x = torch.randn(5, 64)
-    with torch.no_grad():
-        wanted = model(x)
-        quantize_(model, QATConfig(step="convert"))
-        assert torch.equal(model(x), wanted)
-    weight = model[0].weight
-    assert isinstance(weight, PackedTensor) and (weight.format, weight.activation) == ("mxfp8", "mxfp8")
 
 
 def test_by_layer_and_by_torchao() -> None:
@@ -180,7 +133,7 @@ def test_beside_a_base() -> None:
         layer(QATConfig("nvfp4-h16", backward=HybridConfig.bwd("mxfp8")))
 
 
-def test_5_where_a_hybrid_config_cannot_stand() -> None:
+def test_where_a_hybrid_config_cannot_stand() -> None:
     with pytest.raises(ValueError, match=r"give quantize_ the HybridConfig itself, or QATConfig\(base, backward="):
         QATConfig(HybridConfig.fwd_bwd("mxfp8", "mxfp8"))
     for wrong in ({}, 8, MXFP8WeightConfig()):
@@ -188,14 +141,7 @@ def test_5_where_a_hybrid_config_cannot_stand() -> None:
             QATConfig(MXFP8WeightConfig(), backward=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", MIXES)
-def test_recipes(name: str) -> None:
-    linear = layer(get_recipe(name).prepare())
-    assert all(torch.isfinite(t).all() for t in step(linear, *data()).values())
-    assert linear.prepared.recipe.draws == (name == "nvfp4-training") == (RANDOM in linear._buffers)
-
-
-def test_25_a_new_config_takes_effect_at_the_next_step() -> None:
+def test_a_new_config_takes_effect_at_the_next_step() -> None:
     x, g = data()
     wanted = step(layer(HybridConfig.fwd_bwd("mxfp8", "te-nvfp4")), x, g)
     model = nn.ModuleDict({"layer": layer(HybridConfig.fwd_bwd("mxfp8", "mxfp8"))})
@@ -209,7 +155,7 @@ def test_25_a_new_config_takes_effect_at_the_next_step() -> None:
         quantize_(model, QATConfig(MXFP8WeightConfig(), backward="mxfp8"))
 
 
-def test_25_the_random_state_stays() -> None:
+def test_the_random_state_stays() -> None:
     model = nn.ModuleDict({"layer": layer(get_recipe("nvfp4-training").prepare(seed=5))})
     step(model["layer"], *data())
     state = model["layer"].backward_random.clone()
@@ -227,19 +173,19 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_25_a_model_of_two_layers_from_any_start(start: str) -> None:
+def test_a_model_of_two_layers_from_any_start(start: str) -> None:
     """After a step of the old config, a step of the new one is a freshly prepared model's."""
     first, new = STARTS[start]
-    model, fresh = network(first), network(dataclasses.replace(first, backward=new, straight_through="identity"))
-    gradients(model, model)
+    model, fresh = student(first), student(dataclasses.replace(first, backward=new, straight_through="identity"))
+    step(model, *batch())
     quantize_(model, new)
     for name, wanted in fresh.named_modules():
         if hasattr(wanted, "prepared"):
             assert model.get_submodule(name).prepared.recipe == wanted.prepared.recipe
-    assert_same(gradients(model, model), gradients(fresh, fresh))
+    assert_same(step(model, *batch()), step(fresh, *batch()))
 
 
-def test_25_after_quartet_its_trust_mask_goes() -> None:
+def test_after_quartet_its_trust_mask_goes() -> None:
     """Quest's scales clip, so that the mask shows."""
     x, g = data()
     base = MXFP4WeightConfig(rule="quest")
@@ -253,7 +199,7 @@ def test_25_after_quartet_its_trust_mask_goes() -> None:
     assert model["layer"].prepared.recipe.straight_through == "clipped", "which was asked for"
 
 
-def test_25_states_of_an_earlier_recipe_are_not_asked_for() -> None:
+def test_states_of_an_earlier_recipe_are_not_asked_for() -> None:
     """A checkpoint of a model whose backward no longer draws, and one of a model that never did."""
     changed = nn.ModuleDict({"layer": layer(get_recipe("nvfp4-training").prepare())})
     step(changed["layer"], *data())
@@ -266,21 +212,7 @@ def test_25_states_of_an_earlier_recipe_are_not_asked_for() -> None:
     changed.load_state_dict(state)
 
 
-def test_25_inside_fixed_weights() -> None:
-    """The columns of the old recipe are not those of the new one."""
-    x, g = data()
-    start = HybridConfig.fwd_bwd("te-nvfp4", "te-nvfp4")
-    for new in (start.replaced(dgrad_weight=Cast("te-nvfp4")), HybridConfig.fwd_bwd("te-nvfp4", "mxfp8")):
-        model = nn.ModuleDict({"layer": layer(start)})
-        with fixed_weights(model):
-            step(model["layer"], x, g)
-            pending = model["layer"](x.detach().requires_grad_())
-            quantize_(model, new)
-            assert_same(step(model["layer"], x, g), step(layer(new), x, g))
-            pending.backward(g)  # by the recipe of its forward
-
-
-def test_25_compile_recompiles_once() -> None:
+def test_compile_recompiles_once() -> None:
     torch._dynamo.reset()
     compiled: list[int] = []
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_cases import data, layer, named, step
+from support.hybrid_cases import data, layer, named
+from support.training_cases import step
 
 from aoquant import HybridConfig, backend
 from aoquant.layers import law
-from aoquant.ops import Request, backward, codec, linear, router
+from aoquant.ops import Request, backward, linear, router
 from aoquant.recipes import get_recipe
 
 FP8 = "fp8_scaled_mm_precise"
@@ -94,19 +95,3 @@ def test_the_kernel_of_a_cpu_against_the_emulation(grad: str) -> None:
     for kernel, emulated in zip(*found, strict=True):
         error = (kernel - emulated).double().square().sum() / emulated.double().square().sum()
         assert (kernel != emulated).float().mean() <= 1e-3 and error <= 10**-6.0
-
-
-def test_a_product_of_nothing_has_its_shape() -> None:
-    x_as = named("te-fp8-tensor")
-    assert x_as is not None
-    x, y = x_as.encode(torch.randn(0, 32)), x_as.encode(torch.randn(48, 32))
-    assert backward.of_codes(x, y, backward.BackwardGemm(x_as, x_as, FP8), torch.bfloat16).shape == (0, 48)
-
-
-@pytest.mark.parametrize(
-    ("dgrad", "wgrad", "shared"), [(E4M3, E4M3, True), (E5M2, E4M3, False), ("mxfp8", "mxfp8", False)]
-)
-def test_codes_of_dy_are_shared_where_both_gemms_read_the_same(dgrad: str, wgrad: str, shared: bool) -> None:
-    first, second = named(dgrad), named(wgrad)
-    assert first is not None and second is not None
-    assert codec.shares_codes(first, second) == shared

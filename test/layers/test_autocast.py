@@ -68,7 +68,7 @@ def test_prepared_equals_converted(case: Case, stored: torch.dtype, cast: torch.
 
 
 def test_a_float32_weight_has_other_codes_than_its_bf16_cast() -> None:
-    """The test above could not fail otherwise."""
+    """So a prepared layer that encoded the cast weight would differ from the converted one above."""
     case = BY_NAME["int4-g32"]
     w, f = data("normal", case.n, case.k, F32), case.config.weight_format()
     assert not torch.equal(f.encode(w).codes, f.encode(w.bfloat16()).codes)

@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +25,13 @@ from support.linear_cases import (
     layer,
     prepared,
 )
+from support.training_cases import assert_same, step
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+
+from aoquant import QATConfig, quantize_
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 ALWAYS = ("nvfp4-act", "int4-g32", "fp8-row-act")
 SLOW = ("mxfp4-act", "int8-row-asymact", "intx4-int8act", "nvfp4-dynamic", "fp8-tensor-act", "mxfp8-act")
@@ -38,24 +42,8 @@ def names(always: tuple[str, ...], slow: tuple[str, ...] = ()) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def whole(module: nn.Module, **options: Any) -> Any:
     return torch.compile(module, fullgraph=True, **options)
-
-
-def forward_backward(run: Any, module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Output and every gradient."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = run(x)
-    y.backward(g)
-    return {"y": y, "dx": x.grad, **{f"d{n}": p.grad for n, p in module.named_parameters() if p.grad is not None}}
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
@@ -65,13 +53,11 @@ def test_four_equal_outputs_and_gradients(name: str, dtype: torch.dtype) -> None
     qat = prepared(case, layer(case, dtype))
     packed = converted(case, qat)
     x, g = data("mixed", 70, case.k, dtype, 1), data("normal", 70, case.n, dtype, 2)
-    eager = forward_backward(qat, qat, x, g)
-    compiled = forward_backward(whole(qat), qat, x, g)
-    assert set(compiled) == {"y", "dx", "dweight", "dbias"}
-    for part, want in eager.items():
-        assert_equal(compiled[part], want, part)
-    eager_packed, compiled_packed = (forward_backward(run, packed, x, g) for run in (packed, whole(packed)))
-    for part in ("y", "dx", "dbias"):
+    eager = step(qat, x, g)
+    compiled = step(qat, x, g, whole(qat))
+    assert_same(compiled, eager)
+    eager_packed, compiled_packed = (step(packed, x, g, run) for run in (packed, whole(packed)))
+    for part in ("y", "x", "bias"):
         assert_equal(eager_packed[part], eager[part], f"converted, {part}")
         assert_equal(compiled_packed[part], eager[part], f"converted and compiled, {part}")
 
@@ -102,8 +88,6 @@ def test_block_compiled_prepared_equals_compiled_converted(name: str) -> None:
     """Neighbours may fuse and keep float32; both sides see the same, because the ops are opaque."""
     case = BY_NAME[name]
     block = Block(case, BF16)
-    from aoquant import QATConfig, quantize_
-
     quantize_(block, QATConfig(case.config))
     x = data("normal", 6, case.k, BF16, 1)
     want = whole(block)(x)
@@ -121,9 +105,7 @@ def test_batch_sizes_share_one_graph(name: str) -> None:
     run = torch.compile(qat, fullgraph=True, dynamic=True, backend=counter)
     for rows in (6, 3, 17):
         x, g = data("normal", rows, case.k, BF16, rows), data("normal", rows, case.n, BF16, rows + 1)
-        eager = forward_backward(qat, qat, x, g)
-        for part, got in forward_backward(run, qat, x, g).items():
-            assert_equal(got, eager[part], f"batch {rows}, {part}")
+        assert_same(step(qat, x, g, run), step(qat, x, g))
     assert counter.frame_count == 1
 
 
@@ -135,10 +117,9 @@ def test_under_autocast(name: str) -> None:
     packed = converted(case, qat)
     x, g = data("normal", 6, case.k, F32, 1), data("normal", 6, case.n, BF16, 2)
     with autocast(BF16):
-        eager, eager_packed = forward_backward(qat, qat, x, g), packed(x)
-        compiled, compiled_packed = forward_backward(whole(qat), qat, x, g), whole(packed)(x)
-    assert eager["y"].dtype == BF16 and eager["dweight"].dtype == F32
-    for part, want in eager.items():
-        assert_equal(compiled[part], want, part)
+        eager, eager_packed = step(qat, x, g), packed(x)
+        compiled, compiled_packed = step(qat, x, g, whole(qat)), whole(packed)(x)
+    assert eager["y"].dtype == BF16 and eager["weight"].dtype == F32
+    assert_same(compiled, eager)
     assert_equal(eager_packed, eager["y"])
     assert_equal(compiled_packed, eager["y"])

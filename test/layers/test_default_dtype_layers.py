@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.training_cases import assert_same, step
 from torch import Tensor, nn
 
-import aoquant
-from aoquant import QATConfig, quantize_
+from aoquant import QATConfig, calibrate, quantize_
+from aoquant.calibrate import uncalibrated
 from aoquant.config import WeightConfig
 from aoquant.recipes import get_recipe, list_recipes
 
@@ -35,46 +36,33 @@ def restored() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def outputs(name: str, dtype: torch.dtype) -> list[Tensor]:
-    """(prepared, converted, the input's and the weight's gradient) of a layer of `dtype`."""
+def outputs(name: str) -> dict[str, Tensor]:
+    """The output and gradients of a prepared bfloat16 layer, and the converted layer's output."""
     draws = torch.Generator().manual_seed(4)
-    layer = nn.Linear(128, 32, dtype=dtype, device="cpu")
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(32, 128, generator=draws, dtype=torch.float32, device="cpu") * 0.1)
-        assert layer.bias is not None
-        layer.bias.copy_(torch.randn(32, generator=draws, dtype=torch.float32, device="cpu"))
-    model = nn.Sequential(layer)
-    x = torch.randn(16, 128, generator=draws, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
-    calibration = torch.randn(64, 128, generator=draws, dtype=torch.float32, device="cpu").to(dtype)
-    recipe = get_recipe(name)
-    quantize_(model, recipe.prepare())
-    if isinstance(recipe.make(), WeightConfig):
-        prepared = model[0].prepared.recipe  # type: ignore[union-attr]
-        if prepared.fitted or prepared.input_scales == "static":
-            aoquant.calibrate(model, lambda m: m(calibration))
-    y = model(x)
-    y.backward(torch.ones_like(y))
-    weight = model[0].weight.grad
-    assert x.grad is not None and isinstance(weight, Tensor)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draws, dtype=torch.float32, device="cpu").bfloat16()
+
+    model = nn.Sequential(nn.Linear(128, 32, dtype=torch.bfloat16, device="cpu"))
+    model.load_state_dict({"0.weight": drawn(32, 128) / 8, "0.bias": drawn(32)})
+    x = drawn(16, 128)
+    quantize_(model, get_recipe(name).prepare())
+    if uncalibrated(model):
+        calibrate(model, [drawn(64, 128)])
+    found = step(model, x, torch.ones(16, 32, dtype=torch.bfloat16, device="cpu"))
     quantize_(model, QATConfig(step="convert"))
-    return [y.detach(), model(x).detach(), x.grad, weight]
+    converted = model(x).detach()
+    assert torch.equal(converted, found["y"]) and converted.device.type == "cpu"
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prepared_and_converted(name: str) -> None:
-    dtype = torch.bfloat16
+def test_other_defaults(name: str) -> None:
     torch.set_default_dtype(torch.float32)
-    want = outputs(name, dtype)
-    assert torch.equal(want[0], want[1])
-    for other in DEFAULTS:
-        torch.set_default_dtype(other)
-        for what, a, b in zip(("prepared", "converted", "dx", "dW"), outputs(name, dtype), want, strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b), (other, what)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_beside_another_default_device(name: str) -> None:
+    want = outputs(name)
+    for dtype in DEFAULTS:
+        torch.set_default_dtype(dtype)
+        assert_same(outputs(name), want)
+    torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
-        got = outputs(name, torch.bfloat16)
-    for what, a, b in zip(("prepared", "converted", "dx", "dW"), got, outputs(name, torch.bfloat16), strict=True):
-        assert a.device.type == "cpu" and torch.equal(a, b), what
+        assert_same(outputs(name), want)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from support.golden_inputs import DATA
-from support.linear_cases import BY_NAME, autocast, same_bytes
+from support.linear_cases import BY_NAME, autocast, same_bytes, shaped
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
@@ -69,18 +69,7 @@ class Layer:
     def input(self) -> Tensor:
         """A drawn shape and strides."""
         x = numbers(self.numbers[1], 6, self.k, self.dtype, self.seed + 1)
-        wide = torch.cat((x, x), 1)
-        return {
-            "1d": x[0],
-            "2d": x,
-            "3d": x.view(2, 3, self.k),
-            "empty": x[:0],
-            "transposed": x.t().contiguous().t(),
-            "strided": wide[:, ::2],
-            "sliced": wide[:, 1 : self.k + 1],
-            "permuted": x.view(2, 3, self.k).transpose(0, 1),
-            "expanded": x[:1].expand(4, self.k),
-        }[self.shape]
+        return shaped(x, torch.cat((x, x), 1))[self.shape]
 
 
 def numbers(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -94,19 +83,7 @@ def numbers(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int) -> Tens
     return (x * scale).to(dtype)
 
 
-KINDS = (
-    "normal",
-    "weights",
-    "heavy",
-    "special",
-    "bits",
-    "bits_in_rows",
-    "zeros",
-    "tiny",
-    "subnormal",
-    "huge",
-    "nonfinite",
-)
+KINDS = (*DATA, "zeros", "tiny", "subnormal", "huge")
 SHAPES = ("1d", "2d", "3d", "empty", "transposed", "strided", "sliced", "permuted", "expanded")
 PLAIN = ("1d", "2d", "3d")
 
@@ -215,14 +192,6 @@ def through_state_dict(model: Model, xs: list[Tensor], config: Any) -> Model:
     return other
 
 
-def copied(model: Model, xs: list[Tensor], config: Any) -> Model:
-    return copy.deepcopy(model)
-
-
-def moved(model: Model, xs: list[Tensor], config: Any) -> Model:
-    return model.to("cpu").eval()
-
-
 def prepare_twice(model: Model, xs: list[Tensor], config: Any) -> Model:
     refused(lambda: quantize_(model, QATConfig(config)), model)
     return model
@@ -252,8 +221,12 @@ def quantize_twice(model: Model, xs: list[Tensor], config: Any) -> Model:
     return model
 
 
-BEFORE = (train, freeze, off_and_on, through_state_dict, copied, moved, prepare_twice, convert_wrongly, cast)
-AFTER = (through_state_dict, copied, moved, convert_twice, quantize_twice, prepare_twice)
+def copied(model: Model, xs: list[Tensor], config: Any) -> Model:
+    return copy.deepcopy(model).to("cpu").eval()
+
+
+BEFORE = (train, freeze, off_and_on, through_state_dict, copied, prepare_twice, convert_wrongly, cast)
+AFTER = (through_state_dict, copied, convert_twice, quantize_twice, prepare_twice)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -324,20 +297,12 @@ def history(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: An
     """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time; qat: options of
     QATConfig.
     """
-    model, xs = Model([d.linear() for d in drawn]), [d.input() for d in drawn]
     with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
-        _history(model, xs, drawn, before, after, cast_to, qat)
+        run(drawn, before, after, cast_to, qat)
 
 
-def _history(
-    model: Model,
-    xs: list[Tensor],
-    drawn: list[Layer],
-    before: list[Any],
-    after: list[Any],
-    cast_to: Any,
-    qat: dict[str, str],
-) -> None:
+def run(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: Any, qat: dict[str, str]) -> None:
+    model, xs = Model([d.linear() for d in drawn]), [d.input() for d in drawn]
     config = config_of(drawn)
     finite = all(bool(linear.weight.isfinite().all()) for linear in model.layers)
     try:

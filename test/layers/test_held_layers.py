@@ -5,16 +5,16 @@ calibration found.
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from support.held_cases import CONFIGS, EACH, INT8, LEARNED, QUICK, Model, adam, batches, layers, prepared, same, train
-from torch import Tensor, distributed, nn
+from support.meters import saved
+from support.training_cases import steps
+from torch import distributed, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torchao.quantization import FqnToConfig, PerGroup
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 
@@ -24,8 +24,6 @@ from aoquant import (
     QATConfig,
     calibrate,
     quantize_,
-    report,
-    set_fake_quant,
     verify,
 )
 from aoquant.calibrate import uncalibrated
@@ -134,14 +132,6 @@ def test_prepared_equals_converted_after_training(name: str, dtype: torch.dtype)
         assert y.isfinite().all() and torch.equal(deployed(shape), y)
     found = verify(model, deployed, x)
     assert found.min_sqnr == float("inf") and all(r.weight_sqnr_db == float("inf") for r in found.layers)
-    assert report(Model(dtype), deployed, x).min_sqnr < 60
-
-
-@pytest.mark.parametrize("name", ["int8", "int8-learned"])
-def test_empty_batches_train(name: str) -> None:
-    model = prepared(name)
-    model(torch.empty(0, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_static_costs_no_more_memory_than_dynamic() -> None:
@@ -154,49 +144,12 @@ def test_static_costs_no_more_memory_than_dynamic() -> None:
         quantize_(model, QATConfig(Int8WeightConfig(activation=activation)))
         if uncalibrated(model):
             calibrate(model, batches())
-        saved: list[int] = []
-        own = {p.data_ptr() for p in model.parameters()}
-
-        def pack(t: Tensor) -> Tensor:
-            saved.append(0 if t.data_ptr() in own else t.numel() * t.element_size())
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(batches(1)[0].requires_grad_())
+        kept = saved(model, model, batches(1)[0].requires_grad_() * 1)
         quantize_(model, QATConfig(step="convert"))
         w = model[0].weight
-        return sum(saved), sum(t.numel() * t.element_size() for t in (w.qdata, w.scale))
+        return kept, sum(t.numel() * t.element_size() for t in (w.qdata, w.scale))
 
     assert costs("int8-tensor-static") == costs("int8-row")
-
-
-# Resume
-
-
-@EACH
-def test_resume_into_a_fresh_prepared_model_is_bitwise(name: str) -> None:
-    """torch.save after two steps, load into an uncalibrated model, two more: losses and every number as if never
-    stopped.
-    """
-    model = prepared(name)
-    optimizer = adam(model)
-    train(model, optimizer, 2)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    want = train(model, optimizer, 2)
-
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    fresh = prepared(name, calibrated=False)
-    with torch.no_grad():
-        for p in fresh.parameters():
-            p.zero_()
-    fresh.load_state_dict(state["model"])
-    assert not uncalibrated(fresh)
-    again = adam(fresh)
-    again.load_state_dict(state["optimizer"])
-    assert train(fresh, again, 2) == want
-    assert all(same(v, model.state_dict()[k]) for k, v in fresh.state_dict().items())
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -217,69 +170,6 @@ def test_a_float_checkpoint_brings_no_scales() -> None:
     assert torch.equal(model.up.input_scale, prepared("int8-learned").up.input_scale)
 
 
-def test_meta_device_then_load() -> None:
-    want = prepared("int8-frozen")
-    with torch.device("meta"):
-        model = Model()
-    quantize_(model, QATConfig(INT8, scales="static"))
-    assert uncalibrated(model) == ["up", "down"]
-    model.load_state_dict(want.state_dict(), assign=True)
-    assert torch.equal(model(batches(1)[0]), want(batches(1)[0]))
-
-
-def test_copies_and_switch() -> None:
-    model = prepared("int8-learned")
-    x = batches(1)[0]
-    other = copy.deepcopy(model)
-    assert torch.equal(other(x), model(x))
-    with torch.no_grad():
-        other.up.input_scale.mul_(3)
-    assert not torch.equal(other(x), model(x))
-    set_fake_quant(model, False)
-    assert torch.equal(model(x), Model()(x))
-
-
-def test_unprepare_takes_them_along() -> None:
-    model = prepared("int8-learned")
-    for layer in layers(model).values():
-        layer.unprepare()
-    assert list(model.state_dict()) == list(Model().state_dict()) and torch.equal(
-        model(batches(1)[0]), Model()(batches(1)[0])
-    )
-
-
-# Ways to train
-
-
-@pytest.mark.parametrize("name", ["int8-asym-learned", "nvfp4-frozen"])
-def test_activation_checkpointing_changes_nothing(name: str) -> None:
-    grads = []
-    for run in (lambda m, x: m(x), lambda m, x: checkpoint(m, x, use_reentrant=False)):
-        model, x = prepared(name), batches(1)[0].requires_grad_()
-        run(model, x).float().square().mean().backward()
-        grads.append([x.grad, *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_is_eager(backend: str) -> None:
-    """Learned, asymmetric, with its gradients; then converted."""
-    torch._dynamo.reset()
-    model = nn.Sequential(prepared("int8-asym-learned").up)
-    results = []
-    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
-        model.zero_grad()
-        x = batches(1)[0].requires_grad_()
-        y = run(x)
-        y.backward(torch.ones_like(y))
-        results.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    quantize_(model, QATConfig(step="convert"))
-    torch._dynamo.reset()
-    with torch.no_grad():
-        assert torch.equal(torch.compile(model, fullgraph=True, backend=backend)(batches(1)[0]), results[0][0])
-
-
 @pytest.mark.slow
 def test_learned_scales_beat_the_measured_ones_on_outliers() -> None:
     """Three bits, a weight with one large value a group: absmax wastes the codes, and LSQ finds that clipping costs
@@ -295,12 +185,7 @@ def test_learned_scales_beat_the_measured_ones_on_outliers() -> None:
         model = nn.Sequential(copy.deepcopy(teacher))
         quantize_(model, QATConfig(IntxWeightConfig(3, 32), scales=scales))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
-        for _ in range(60):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), target).backward()
-            optimizer.step()
-            schedule.step()
+        steps(model, optimizer, x, target, 60, anneal=True)
         with torch.no_grad():
             return float(F.mse_loss(model(x), target))
 

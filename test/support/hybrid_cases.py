@@ -35,16 +35,6 @@ def data(dtype: torch.dtype = BF16, m: int = M, n: int = N, k: int = K) -> tuple
     return torch.randn(m, k, generator=generator).to(dtype), torch.randn(m, n, generator=generator).to(dtype)
 
 
-def step(linear: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """y, dx, dW and db of one forward and backward."""
-    linear.zero_grad()
-    x = x.detach().requires_grad_()
-    y = linear(x)
-    y.backward(g)
-    assert x.grad is not None and linear.weight.grad is not None and linear.bias.grad is not None
-    return {"y": y.detach(), "x": x.grad, "weight": linear.weight.grad.clone(), "bias": linear.bias.grad.clone()}
-
-
 def named(name: str | None) -> Operand | None:
     return None if name is None else as_operand(get_format(name))
 
@@ -62,27 +52,31 @@ def encoded(name: str, t: Tensor, multiple: int, random: Random | None = None) -
 
 
 def product(
-    a: Tensor, b: Tensor, a_as: str | None, b_as: str | None, state: Tensor | None = None, side: int = 0
+    a: Tensor,
+    b: Tensor,
+    a_as: str | None,
+    b_as: str | None,
+    state: Tensor | None = None,
+    side: int = 0,
+    sums: torch.dtype = torch.float64,
 ) -> Tensor:
-    """a b^T in float64, both operands quantised along their last axis, rounded once to a's dtype."""
+    """a b^T, both operands quantised along their last axis, rounded once to a's dtype."""
     operands, alphas = [], []
     multiple = lcm(*(operand.period for name in (a_as, b_as) if (operand := named(name)) is not None))
     for i, (t, name) in enumerate(((a, a_as), (b, b_as))):
         operand = named(name)
         if operand is None:
-            operands.append(t.double())
+            operands.append(t.to(sums))
             continue
         random = None if state is None else Random(state, side + i)
         e = encoded(str(name), t, multiple, random)
-        operands.append(operand.format.operand(e, torch.float32).double())
+        operands.append(operand.format.operand(e, torch.float32).to(sums))
         alphas.append(operand.format.alpha(e))
     width = max(o.shape[1] for o in operands)
-    y = (
-        F.pad(operands[0], (0, width - operands[0].shape[1]))
-        @ F.pad(operands[1], (0, width - operands[1].shape[1])).t()
-    )
+    a_MK, b_NK = (F.pad(o, (0, width - o.shape[1])) for o in operands)
+    y = a_MK @ b_NK.t()
     for alpha in alphas:
-        y = y if alpha is None else y * alpha.double()
+        y = y if alpha is None else y * alpha.to(sums)
     return y.to(a.dtype)
 
 
@@ -99,12 +93,6 @@ def reference(config: Any, linear: nn.Linear, x: Tensor, g: Tensor, state: Tenso
         "x": product(g, w.t(), *along_n, state, DGRAD_GRAD_OUTPUT),
         "weight": product(g.t(), x.t(), *along_m, state, WGRAD_GRAD_OUTPUT),
     }
-
-
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Equal bits."""
-    for name, t in wanted.items():
-        torch.testing.assert_close(got[name], t, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def differing(got: Tensor, wanted: Tensor) -> float:

@@ -264,6 +264,8 @@ def _aoquant_cases() -> Iterator[Case]:
     yield Case("mxfp8-h16", MXFP8WeightConfig(transform=Hadamard(16)), 5, 96, (BF16,), variant=True)
     config = PackedWeightConfig("hadamard32+int4-g64", "int8-row-asym")
     yield Case("int4-h32-int8act", config, 5, 192, (BF16, F32), variant=True)
+    yield Case("mxfp4-h128", MXFP4WeightConfig(transform=Hadamard(128, (1 << 127) | 0xBEEF)), 24, 256, variant=True)
+    yield Case("fp8-h64", PackedWeightConfig("hadamard64+fp8-row", "fp8-row"), 24, 256, variant=True)
     for rule, numerics in (("quest", "ao"), ("absmax", "xx"), ("absmax", "qutlass")):
         yield Case(f"mxfp4-{rule}-{numerics}", MXFP4WeightConfig(rule, numerics=numerics), 5, 96, variant=True)
     yield Case("nvfp4-search", NVFP4WeightConfig(rule="search"), 5, 48, variant=True)
@@ -372,8 +374,12 @@ def data(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int = 0) -> Ten
 def inputs(kind: str, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Inputs of width k by the name of their shape."""
     scale = 1 / 64 if dtype == F16 and kind in ("outlier", "mixed") else 1.0  # 448 * 448 is no float16
-    rows = data(kind, 6, k, dtype, 1) * scale
-    wide = data(kind, 6, 2 * k, dtype, 2) * scale
+    return shaped(data(kind, 6, k, dtype, 1) * scale, data(kind, 6, 2 * k, dtype, 2) * scale)
+
+
+def shaped(rows: Tensor, wide: Tensor) -> dict[str, Tensor]:
+    """Views of rows (6, k), or of wide (6, 2 k), by the name of their shape or strides."""
+    k = rows.shape[1]
     return {
         "1d": rows[0],
         "1row": rows[:1],
