@@ -1,7 +1,7 @@
 """Two threads that generate from one model get the tokens that one thread gets, on the CPU and on a GPU.
 
 What threads share is a packed weight's bound kernels, made at first use, and the encoding of an input that several
-layers read: test_packed_layer.py and test_siblings.py look at these by themselves.
+layers read: test_shared_inputs.py looks at the latter by itself.
 """
 
 from __future__ import annotations

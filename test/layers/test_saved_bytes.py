@@ -1,42 +1,30 @@
 """What forward keeps for backward: never more than nn.Linear's for weights alone, packed codes and scales for
-activations.
+activations, one side for each gradient that will be asked for. And what a step encodes: only what a GEMM reads, once.
 
-Two meters. `saved` counts the storages that reach autograd's saved-tensor hooks, which a compiled graph's go through as
-well. `alive` counts, after an eager forward, the storages made in it that still live: activation checkpointing hides
-what it keeps from the hooks of others. Parameters are not counted, and each storage once.
+Two meters (support/meters.py): `saved` sees what a compiled graph keeps, `alive` what checkpointing hides.
 """
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.linear_cases import AOQUANT_CASES, BF16, BY_NAME, TORCHAO_CASES, Case, data, layer, prepared
+from support.linear_cases import AOQUANT_CASES, BF16, BY_NAME, TORCHAO_CASES, counting, data, layer, prepared
+from support.meters import Run, alive, encodings, keeping, nbytes, saved
+from support.training_cases import assert_same, step
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from aoquant import Cast, HybridConfig, quantize_
+from aoquant.layers import function
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 ROWS, K, N = 96, 192, 64  # divisible by every block, and by torch._scaled_mm's 16
-
-Run = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def _key(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
 
 
 def _input(dtype: torch.dtype = BF16, k: int = K) -> Tensor:
@@ -44,69 +32,13 @@ def _input(dtype: torch.dtype = BF16, k: int = K) -> Tensor:
     return data("normal", ROWS, k, dtype, 1).requires_grad_() * 1
 
 
-def saved(module: nn.Module, run: Run, x: Tensor) -> int:
-    """Bytes that reach the saved-tensor hooks during `run(x)`."""
-    own = {_key(p) for p in module.parameters()}
-    sizes: dict[int, int] = {}
-    kept: list[Tensor] = []  # a storage that dies would give its address to another
-
-    def pack(t: Tensor) -> Tensor:
-        kept.append(t)
-        if _key(t) not in own:
-            sizes[_key(t)] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = run(x)
-    y.float().sum().backward()
-    assert all(p.grad is not None for p in module.parameters() if p.requires_grad), "backward did not run"
-    module.zero_grad()
-    return sum(sizes.values())
-
-
-def alive(module: nn.Module, run: Run, x: Tensor) -> int:
-    """Bytes made during `run(x)`, or its input, that live on after it while its output does, without the output."""
-    own = {_key(p) for p in module.parameters()}
-    made: list[tuple[weakref.ref[Any], int, int]] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for t in tree_leaves(out):
-                if isinstance(t, Tensor):
-                    made.append((_StorageRef(t), _key(t), t.untyped_storage().nbytes()))
-            return out
-
-    key, nbytes, ref = _key(x), x.untyped_storage().nbytes(), _StorageRef(x)
-    box = [x]
-    del x
-    with Watch():
-        y = run(box.pop())
-    made.append((ref, key, nbytes))
-    gc.collect()
-    sizes = {k: n for r, k, n in made if not r.expired() and k not in own and k != _key(y)}
-    y.float().sum().backward()
-    module.zero_grad()
-    return sum(sizes.values())
-
-
-class _StorageRef:
-    """A weak reference to a tensor's storage, which autograd's saved variables keep and Python does not see."""
-
-    def __init__(self, t: Tensor) -> None:
-        self.ref = torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage())
-
-    def expired(self) -> bool:
-        return bool(self.ref.expired())
-
-
 def linear(n: int = N, k: int = K, dtype: torch.dtype = BF16) -> nn.Linear:
     return nn.Linear(k, n, dtype=dtype)
 
 
-def qat(name: str, n: int = N, k: int = K) -> nn.Linear:
+def qat(name: str, n: int = N, k: int = K, **options: Any) -> nn.Linear:
     case = replace(BY_NAME[name], n=n, k=k)
-    return prepared(case, layer(case, BF16))
+    return prepared(case, layer(case, BF16), **options)
 
 
 WEIGHT_ONLY = [
@@ -136,7 +68,7 @@ PER_TENSOR = 8  # bytes of scales that are one a tensor: NVFP4's outer scale
 
 
 def budget(name: str) -> float:
-    return ACTIVATIONS[name] * ROWS * K + PER_TENSOR
+    return ACTIVATIONS.get(name, 2) * ROWS * K + PER_TENSOR
 
 
 def test_meters_read_what_nn_linear_keeps() -> None:
@@ -149,99 +81,221 @@ def test_meters_read_what_nn_linear_keeps() -> None:
     assert saved(double, double, _input()) == alive(double, double, _input()) + ROWS * N * 2  # Sigmoid keeps its output
 
 
-@pytest.mark.parametrize("name", WEIGHT_ONLY)
-def test_weight_only_keeps_what_nn_linear_keeps(name: str) -> None:
-    module = qat(name)
-    assert module.prepared.recipe.fprop_input is None
-    assert saved(module, module, _input()) == ROWS * K * 2
-    assert alive(module, module, _input()) == ROWS * K * 2
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_quantised_activations_keep_packed_codes_only(name: str) -> None:
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *ACTIVATIONS])
+def test_eager_forward_keeps_the_input_or_its_codes(name: str) -> None:
     module = qat(name)
     for bytes_ in (saved(module, module, _input()), alive(module, module, _input())):
-        assert 0.5 * ROWS * K <= bytes_ <= budget(name), f"{bytes_ / (ROWS * K):.3f} bytes an element"
+        if module.prepared.recipe.fprop_input is None:
+            assert bytes_ == ROWS * K * 2
+        else:
+            assert 0.5 * ROWS * K <= bytes_ <= budget(name), f"{bytes_ / (ROWS * K):.3f} bytes an element"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "int4-g32",
-        "nvfp4-act",
-        "fp8-row-act",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("nvfp4-dynamic", "mxfp8-act", "int8-row-act", "ao.int8act-intx4-g32")
-        ),
-    ],
-)
+def often(always: tuple[str, ...], slow: tuple[str, ...]) -> Any:
+    marked = (pytest.param(n, marks=pytest.mark.slow) for n in slow)
+    return pytest.mark.parametrize("name", [*always, *marked])
+
+
+@often(("int4-g32", "nvfp4-act", "fp8-row-act"), ("nvfp4-dynamic", "mxfp8-act", "int8-row-act", "ao.int8act-intx4-g32"))
 def test_compiled_keeps_no_more(name: str) -> None:
     """The partitioner could keep the weight's codes, or a decoded operand: there are none to keep outside the ops."""
     module = qat(name)
-    bytes_ = saved(module, torch.compile(module, fullgraph=True), _input())
-    assert bytes_ <= (budget(name) if name in ACTIVATIONS else ROWS * K * 2), (
-        f"{bytes_ / (ROWS * K):.3f} bytes an element"
-    )
-    assert bytes_ > 0
+    assert 0 < saved(module, torch.compile(module, fullgraph=True), _input()) <= budget(name)
+
+
+def block(first: nn.Linear, second: nn.Linear, reentrant: bool) -> tuple[nn.Module, Run]:
+    both = nn.Sequential(first, nn.ReLU(), second)
+    return both, lambda x: checkpoint(both, x, use_reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
 @pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act", "fp8-row-act", "int8-row-act"])
-def test_checkpointed_keeps_what_nn_linear_keeps(name: str, reentrant: bool) -> None:
-    """Only the block's input, whatever the block computes."""
-
-    def block(first: nn.Linear, second: nn.Linear) -> tuple[nn.Module, Run]:
-        both = nn.Sequential(first, nn.ReLU(), second)
-        return both, lambda x: checkpoint(both, x, use_reentrant=reentrant)
-
-    want = alive(*block(linear(), linear(K, N)), _input())
-    assert want == ROWS * K * 2
-    assert alive(*block(qat(name), qat(name, K, N)), _input()) == want
+def test_checkpointed_keeps_the_blocks_input_alone(name: str, reentrant: bool) -> None:
+    assert alive(*block(linear(), linear(K, N), reentrant), _input()) == ROWS * K * 2
+    assert alive(*block(qat(name), qat(name, K, N), reentrant), _input()) == ROWS * K * 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nvfp4-act",
-        pytest.param("int4-g32", marks=pytest.mark.slow),
-        pytest.param("fp8-row-act", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_and_checkpointed_keeps_what_nn_linear_keeps(name: str) -> None:
-    def measure(first: nn.Linear, second: nn.Linear) -> int:
-        torch._dynamo.reset()
-        both = nn.Sequential(first, nn.ReLU(), second)
-
-        def run(x: Tensor) -> Tensor:
-            return checkpoint(both, x, use_reentrant=False)
-
-        return saved(both, torch.compile(run, fullgraph=True), _input())
-
-    want = measure(linear(), linear(K, N))
-    assert want == ROWS * K * 2
-    assert measure(qat(name), qat(name, K, N)) <= want
+@often(("nvfp4-act",), ("int4-g32", "fp8-row-act"))
+def test_compiled_and_checkpointed_keeps_the_blocks_input_alone(name: str) -> None:
+    both, run = block(qat(name), qat(name, K, N), False)
+    assert saved(both, torch.compile(run, fullgraph=True), _input()) <= ROWS * K * 2
 
 
 def test_clipped_straight_through_adds_one_bit_an_element() -> None:
-    case = replace(BY_NAME["nvfp4-act"], n=N, k=K)
-    module = prepared(case, layer(case, BF16), straight_through="clipped")
+    module = qat("nvfp4-act", straight_through="clipped")
     assert saved(module, module, _input()) <= budget("nvfp4-act") + ROWS * K / 8
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act"])
-def test_frozen_weight_keeps_no_activations(name: str) -> None:
+def test_a_frozen_weight_and_no_gradients_keep_nothing(name: str) -> None:
     """dx needs the weight alone, which is a parameter."""
     module = qat(name)
+    with keeping(module) as kept, torch.no_grad():
+        module(data("normal", ROWS, K, BF16))
     module.weight.requires_grad_(False)
-    assert saved(module, module, _input()) == 0
+    assert not kept and saved(module, module, _input()) == 0
 
 
-@pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act"])
-def test_nothing_is_kept_without_gradients(name: str) -> None:
-    module = qat(name)
+# One cast for each operand
+
+M, WIDE = 256, 512  # tokens, outputs; 256 inputs
+
+
+def hybrid(config: Any) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A layer of 256 inputs, x and dy."""
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"layer": nn.Linear(256, WIDE, dtype=BF16)})
+    quantize_(model, get_recipe(config).prepare() if isinstance(config, str) else config)
+    return model["layer"], data("normal", M, 256, BF16, 1), data("normal", M, WIDE, BF16, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        (HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"), 0.57),
+        ("nvfp4-training", 0.57),
+        (HybridConfig.fwd_bwd(None, "te-nvfp4"), 0.57),
+        (HybridConfig.fwd_bwd("te-nvfp4", "mxfp8"), 1.04),
+        (HybridConfig.fwd_bwd("mxfp8", "te-fp8-1x128"), 1.04),
+        ("fp8-hybrid", 1.01),
+        # from "forward", the smaller of rows and columns
+        (HybridConfig.fwd_bwd("te-nvfp4", "mxfp8", save="col").replaced(wgrad_input=Cast("mxfp8", "forward")), 0.57),
+        (HybridConfig.fwd_bwd("mxfp8", "te-nvfp4").replaced(wgrad_input=Cast("te-nvfp4", "forward")), 0.57),
+        (HybridConfig.fwd_bwd("te-nvfp4", None).replaced(wgrad_input=Cast(None, "forward")), 0.57),
+    ],
+)
+def test_bytes_for_each_value_of_the_input(config: Any, most: float) -> None:
+    """x needs no gradient, so that nothing of the weight is kept."""
+    module, x, _ = hybrid(config)
+    with keeping(module) as kept:
+        module(x)
+    assert nbytes(kept) <= most * x.numel()
+
+
+def test_double_quantisation_keeps_no_row() -> None:
+    config = HybridConfig.fwd_bwd("mxfp8", "te-nvfp4").replaced(wgrad_input=Cast("te-nvfp4", "forward"))
+    module, x, _ = hybrid(config)
+    with keeping(module) as kept:
+        module(x)
+    assert {tuple(t.shape) for t in kept.values()} == {(256, M // 2), (256, M // 16), (1, 1)}
+
+
+@pytest.mark.parametrize("name", ["mxfp8-nvfp4", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp"])
+def test_each_gradient_keeps_its_own_side(name: str) -> None:
+    """Nothing of x for a frozen weight, nothing of the weight for an x without gradient."""
+
+    def kept(frozen: str) -> int:
+        module, x, _ = hybrid(name)
+        module.weight.requires_grad_(frozen != "weight")
+        with keeping(nn.Module()) as found:
+            module(x.requires_grad_(frozen != "x"))
+        return nbytes(found)
+
+    both, of_weight, of_x = kept(""), kept("weight"), kept("x")
+    assert min(of_weight, of_x) > 0 and of_weight + of_x == both
+
+
+@pytest.mark.parametrize("source", ["original", "forward"])
+@pytest.mark.parametrize("forward", ["mxfp8", "te-nvfp4", "te-fp8-tensor", None])
+@pytest.mark.parametrize("backward", ["te-nvfp4", "mxfp8", "te-fp8-tensor", None])
+def test_what_is_saved_changes_no_gradient(forward: str | None, backward: str | None, source: str) -> None:
+    if forward is backward is None:
+        return
+    casts = {"dgrad_weight": Cast(backward, source), "wgrad_input": Cast(backward, source)}
+    config = HybridConfig.fwd_bwd(forward, backward).replaced(**casts)
+    (one, x, g), (other, _, _) = hybrid(config), hybrid(config.replaced(save="hp"))
+    assert_same(step(one, x, g), step(other, x, g))
+
+
+# Encodings
+
+
+@pytest.mark.parametrize(
+    ("config", "weight", "x", "grad"),
+    [
+        (HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"), 2, 2, 2),
+        (HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor"), 1, 1, 1),
+        (
+            HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor").replaced(dgrad_grad_output="te-fp8-e5m2-tensor"),
+            1,
+            1,
+            2,
+        ),
+        ("fp8-hybrid", 1, 1, 1),
+        ("nvfp4-training", 1, 2, 2),
+        (HybridConfig.fwd_bwd("mxfp8-32x32", "mxfp8-32x32"), 1, 1, 1),
+        (HybridConfig.fwd_bwd("mxfp8", None), 1, 1, 0),
+        (HybridConfig.fwd_bwd(None, "mxfp8"), 1, 1, 2),
+    ],
+)
+def test_a_step_encodes_each_side_once(config: Any, weight: int, x: int, grad: int) -> None:
+    module, inputs, g = hybrid(config)
+    hp = module.prepared.recipe.fprop_weight.name == "high-precision"  # encoding copies: no cast
+    with encodings() as count:
+        step(module, inputs[:128], g[:128])
+    assert count[256, WIDE] - hp == weight and count[128, 256] == x and count[128, WIDE] == grad
+
+
+def test_a_side_that_no_gemm_reads_is_not_encoded() -> None:
+    module, x, g = hybrid(HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+    x, g = x[:128], g[:128]
+
+    def encoded(x: Tensor) -> dict[tuple[int, ...], int]:
+        with encodings() as count:
+            y = module(x)
+            if y.requires_grad:
+                y.backward(g)
+        return dict(count)
+
+    once = {(256, WIDE): 1, (128, 256): 1}
     with torch.no_grad():
-        kept: list[Case] = []
-        with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
-            module(data("normal", ROWS, K, BF16))
-    assert not kept
+        assert encoded(x) == once
+    module.requires_grad_(False)
+    assert encoded(x) == once, "nothing needs a gradient"
+    assert encoded(x.clone().requires_grad_()) == {(256, WIDE): 2, (128, 256): 1, (128, WIDE): 1}, "no wgrad"
+    module.weight.requires_grad_(True)
+    assert encoded(x) == {(256, WIDE): 1, (128, 256): 2, (128, WIDE): 1}, "no dgrad"
+    quantize_(nn.ModuleDict({"layer": module}), HybridConfig.fwd_bwd("mxfp8", None))
+    assert encoded(x.clone().requires_grad_()) == once, "a backward in high precision"
+
+
+@pytest.mark.parametrize("frozen", ["", "x", "weight", "bias", "x weight", "x weight bias"])
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act", "fp8-row-act", "int8-row-act", "mxfp8-act"])
+def test_frozen_operands_cost_nothing(name: str, frozen: str) -> None:
+    """No op for a gradient that nobody wants, and no encode beyond the two of forward."""
+    module, x, g = qat(name), data("normal", ROWS, K, BF16, 1), data("normal", ROWS, N, BF16, 2)
+    module.weight.requires_grad_("weight" not in frozen)
+    module.bias.requires_grad_("bias" not in frozen)
+    x.requires_grad_("x" not in frozen.split())
+    with counting("encode", "gradients", "bgrad", "matmul", "saturated") as calls:
+        y = module(x)
+        if y.requires_grad:
+            y.backward(g)
+        else:
+            assert frozen == "x weight bias" and y.grad_fn is None
+    quantised = module.prepared.recipe.fprop_input is not None
+    assert len(calls["encode"]) == 1 + quantised and len(calls["matmul"]) == 1 and not calls["saturated"]
+    of_x, of_w = x.requires_grad, quantised and module.weight.requires_grad
+    asked = [(c["w_matrix"] is not None, c["x_matrix"] is not None) for c in calls["gradients"]]
+    assert asked == [(of_x, of_w)] * (of_x or of_w)
+    assert len(calls["bgrad"]) == module.bias.requires_grad
+    for t in (x, module.weight, module.bias):
+        assert (t.grad is not None) == t.requires_grad
+
+
+@pytest.mark.parametrize("name", ["mxfp8-nvfp4", "nvfp4-training"])
+def test_a_gpu_makes_both_sides_of_an_input_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one op, with the results of two."""
+    (plain, x, g), (module, _, _) = hybrid(name), hybrid(name)
+    want = step(plain, x, g)
+    monkeypatch.setattr(function, "one_pass", lambda t: True)
+    with counting("encode") as calls:
+        got = step(module, x, g)
+    sides = [(c["row"], c["col"]) for c in calls["encode"] if c["x_RK"].shape == x.shape]
+    assert len(sides) == 1 and "'" not in sides[0], "both in one op"
+    assert_same(got, want)
+    module.weight.requires_grad_(False)
+    with counting("encode") as calls:
+        y = module(x.clone().requires_grad_())
+    assert all(c["col"] == "'" for c in calls["encode"]), "a column side that no GEMM reads"
+    assert torch.equal(y.detach(), want["y"])
