@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 import torch
-from support.two_ranks import on_two_ranks
-from torch import distributed, multiprocessing, nn
+from support.training_cases import assert_same
+from support.two_ranks import make
+from torch import nn
 
 from aoquant import Int8WeightConfig, QATConfig, calibrate, quantize_
 
@@ -23,28 +24,20 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(4, 32, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
 
 
-def worker(rank: int, port: int, queue: multiprocessing.SimpleQueue) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        qat = nn.parallel.DistributedDataParallel(_prepared())
-        calibrate(qat, [batch(rank)])
-        queue.put({k.removeprefix("module."): v.tolist() for k, v in qat.state_dict().items() if "input" in k})
-    finally:
-        distributed.destroy_process_group()
-
-
-def _prepared() -> nn.Sequential:
+def prepared() -> nn.Sequential:
     qat = model()
     quantize_(qat, QATConfig(CONFIG))
     return qat
 
 
-@pytest.mark.slow
-def test_two_ranks_hold_the_scales_of_both() -> None:
-    found = on_two_ranks(worker)
-    whole = _prepared()
+def both_ranks_hold_the_scales_of_all_batches(rank: int, folder: Path) -> None:
+    whole = prepared()
     calibrate(whole, [batch(0), batch(1)])
-    want = {k: v.tolist() for k, v in whole.state_dict().items() if "input" in k}
-    assert found == [want, want]
+    qat = nn.parallel.DistributedDataParallel(prepared())
+    calibrate(qat, [batch(rank)])
+    assert_same(dict(qat.module.state_dict()), dict(whole.state_dict()))
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    make({"calibrate": both_ranks_hold_the_scales_of_all_batches})

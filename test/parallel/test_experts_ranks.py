@@ -8,16 +8,15 @@ ranks' are added.
 from __future__ import annotations
 
 import copy
-import traceback
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.moe_models import IDS, model_of
-from support.two_ranks import on_two_ranks
+from support.two_ranks import Check, make
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,12 +30,16 @@ from aoquant.parallel.experts import ShardedExperts
 from aoquant.tensor import same_bits
 
 CONFIG = MXFP4WeightConfig()  # weights and activations
-CHECKS: dict[str, Callable[[DeviceMesh, Path], None]] = {}
+CHECKS: dict[str, Check] = {}
 
 
 def check(function: Callable[[DeviceMesh, Path], None]) -> Callable[[DeviceMesh, Path], None]:
-    CHECKS[function.__name__] = function
+    CHECKS[function.__name__] = functools.partial(on_a_mesh, function)
     return function
+
+
+def on_a_mesh(function: Callable[[DeviceMesh, Path], None], rank: int, folder: Path) -> None:
+    function(init_device_mesh("cpu", (2,)), folder)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -238,24 +241,6 @@ def what_cannot_be_shared_out_is_refused(mesh: DeviceMesh, folder: Path) -> None
         quantize_(drawn, QATConfig(CONFIG, step="prepare", backward="quartet2"))
 
 
-def work(rank: int, port: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    import tempfile
-
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    mesh, failed = init_device_mesh("cpu", (2,)), {}
-    for name, function in CHECKS.items():
-        try:
-            function(mesh, Path(str(folder[0])))
-        except BaseException:
-            failed[name] = f"rank {rank}: {traceback.format_exc()}"
-    queue.put(failed)
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_share_out_experts() -> None:
-    failed = on_two_ranks(work)
-    assert not any(failed), "\n".join(text for found in failed for text in found.values())
+    make(CHECKS)

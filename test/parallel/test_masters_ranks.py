@@ -7,16 +7,14 @@ takes the mean of their gradients. All are equal, bit for bit.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.two_ranks import on_two_ranks
+from support.two_ranks import Check, make
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,10 +28,10 @@ from aoquant import quantize_, quantized_model_init
 from aoquant.recipes import get_recipe
 
 WIDTH = 64
-CHECKS: dict[str, Callable[[int], None]] = {}
+CHECKS: dict[str, Check] = {}
 
 
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
+def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
 
@@ -117,7 +115,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, Callable[[int], bool]]] = {
 
 
 @check
-def ddp_averages_the_gradients_of_masters(rank: int) -> None:
+def ddp_averages_the_gradients_of_masters(rank: int, folder: Path) -> None:
     for what, (options, micro, side) in OPTIONS.items():
         # ranks begin with other weights where DDP makes them equal
         seed = 0 if options.get("init_sync") is False else rank
@@ -135,7 +133,7 @@ def ddp_averages_the_gradients_of_masters(rank: int) -> None:
 
 
 @check
-def a_model_in_bf16(rank: int) -> None:
+def a_model_in_bf16(rank: int, folder: Path) -> None:
     """Ranks are equal, and gradients are averaged in float32; recomputed activations too."""
     model = Net(rank).bfloat16()
     masters = quantized_model_init(model, recipe())
@@ -156,7 +154,7 @@ def a_model_in_bf16(rank: int) -> None:
 
 
 @check
-def a_compiled_model(rank: int) -> None:
+def a_compiled_model(rank: int, folder: Path) -> None:
     """A step equals the eager one's, and DDP's first broadcast is noticed in the first backward."""
     models = [Net(rank) for _ in range(3)]
     masters = [quantized_model_init(m, recipe()) for m in models]
@@ -180,7 +178,7 @@ def average(p: Tensor) -> None:
 
 
 @check
-def other_wrappers_average_too(rank: int) -> None:
+def other_wrappers_average_too(rank: int, folder: Path) -> None:
     """`replicate`, accelerate, a hook of one's own; and an optimizer whose ranks send each other the parameters."""
     prepared, packed = Net(), Net()
     quantize_(prepared, recipe())
@@ -222,7 +220,7 @@ def other_wrappers_average_too(rank: int) -> None:
 
 
 @check
-def what_takes_the_masters_away_is_refused_by_name(rank: int) -> None:
+def what_takes_the_masters_away_is_refused_by_name(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for dtype in (torch.float32, torch.bfloat16):
         model = Net().to(dtype)
@@ -240,21 +238,6 @@ def what_takes_the_masters_away_is_refused_by_name(rank: int) -> None:
         FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))(batch(0, 0))
 
 
-def work(names: list[str], rank: int, port: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in here.items()} | {"ACCELERATE_USE_CPU": "true"}
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    failed = {}
-    for name in names:
-        try:
-            CHECKS[name](rank)
-        except BaseException:
-            failed[name] = f"rank {rank}: {traceback.format_exc()}"
-    queue.put(failed)
-    dist.destroy_process_group()
-
-
 QUICK = ["ddp_averages_the_gradients_of_masters", "what_takes_the_masters_away_is_refused_by_name"]
 
 
@@ -262,5 +245,4 @@ QUICK = ["ddp_averages_the_gradients_of_masters", "what_takes_the_masters_away_i
     "names", [QUICK, pytest.param([n for n in CHECKS if n not in QUICK], marks=pytest.mark.slow)], ids=["DDP", "others"]
 )
 def test_two_ranks_train_packed_weights(names: list[str]) -> None:
-    failed = on_two_ranks(functools.partial(work, names))
-    assert not any(failed), "\n".join(text for found in failed for text in found.values())
+    make({name: CHECKS[name] for name in names})

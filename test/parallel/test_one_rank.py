@@ -88,34 +88,25 @@ def test_layers_that_transformers_sharded_are_refused(mesh: DeviceMesh, config: 
         quantize_(layer, config)
 
 
-def test_a_quantised_backward_under_tensor_parallelism_is_the_whole_models(mesh: DeviceMesh) -> None:
-    whole = llama()
-    sharded = copy.deepcopy(whole)
-    for model in (whole, sharded):
-        quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
-    parallelize_module(sharded, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
-    for model in (whole, sharded):
-        model(IDS).logits.float().square().mean().backward()
-    wanted = dict(whole.named_parameters())
-    for name, parameter in sharded.named_parameters():
-        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        assert torch.equal(grad, wanted[name].grad), name
-
-
-def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("how", ["tensor parallel", "fully_shard"])
+def test_a_quantised_backward_of_a_sharded_model_is_the_whole_models(mesh: DeviceMesh, how: str) -> None:
     """Gradients bit for bit, the state not sharded."""
     whole = llama()
     sharded = copy.deepcopy(whole)
     for model in (whole, sharded):
         quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
-    fully_shard(sharded, mesh=mesh)
+    if how == "fully_shard":
+        fully_shard(sharded, mesh=mesh)
+    else:
+        parallelize_module(sharded, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
     for _ in range(2):
         for model in (whole, sharded):
             model.zero_grad()
             model(IDS).logits.float().square().mean().backward()
     wanted = dict(whole.named_parameters())
     for name, parameter in sharded.named_parameters():
-        assert torch.equal(parameter.grad.full_tensor(), wanted[name].grad), name
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert torch.equal(grad, wanted[name].grad), name
     assert [b.tolist() for b in sharded.buffers()] == [b.tolist() for b in whole.buffers()]
 
 

@@ -34,21 +34,6 @@ def on(mesh: DeviceMesh, local: torch.Tensor, *placements: Placement) -> DTensor
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-def test_rules() -> None:
-    whole, n, k, last = Replicate(), Shard(0), Shard(1), 2
-    table = {
-        (n, whole): (whole, Shard(last), Partial(), n, n, n),
-        (k, Shard(last)): (Shard(last), Partial(), Shard(last), k, whole, whole),
-        (whole, Shard(0)): (Shard(0), Shard(0), Shard(0), Partial(), whole, Partial()),
-        (whole, Shard(last)): (whole,) * 6,
-        (whole, whole): (whole,) * 6,
-    }
-    for (w, x), wanted in table.items():
-        assert linear._rule(w, x, last) == wanted, (w, x)
-    with pytest.raises(ValueError, match="must be placed by"):
-        linear._rule(Partial(), whole, last)
-
-
 def test_shards_that_cut_a_block_are_refused(mesh: DeviceMesh) -> None:
     operands = [get_operand("nvfp4"), None]
     for dim, local, wanted in ((1, (64, 24), "sharding K = 48"), (1, (64, 32), None), (0, (24, 64), None)):
@@ -65,6 +50,8 @@ def test_operands_are_placed_and_on_one_mesh(mesh: DeviceMesh) -> None:
     cut = linear._placed(x, (Shard(0),))
     assert cut.placements == (Shard(0),) and torch.equal(cut.to_local(), x.to_local()[:2])
     linear._check(x, x, None)
+    with pytest.raises(ValueError, match="must be placed by"):
+        linear._rule(Partial(), Replicate(), 2)
     with pytest.raises(ValueError, match="plain tensor"):
         linear._check(x.to_local(), x, None)
     other = init_device_mesh("cpu", (1, 2))

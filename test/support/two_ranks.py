@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import socket
-from collections.abc import Callable
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from . import forked
+
+Check = Callable[[int, Path], None]
 
 
 def on_two_ranks(worker: Callable[[int, int, Any], None]) -> list[Any]:
@@ -21,3 +31,29 @@ def on_two_ranks(worker: Callable[[int, int, Any], None]) -> list[Any]:
         process.join(60)
         assert process.exitcode == 0
     return found
+
+
+def _run(checks: Mapping[str, Check], rank: int, port: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in here.items()} | {"ACCELERATE_USE_CPU": "true"}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    failed = {}
+    for name, check in checks.items():
+        try:
+            check(rank, Path(str(folder[0])))
+        except BaseException:
+            failed[name] = f"rank {rank}: {traceback.format_exc()}"
+    queue.put(failed)
+    dist.destroy_process_group()
+
+
+def make(checks: Mapping[str, Check]) -> None:
+    """Run the checks on both ranks, which share a folder, and raise what failed on either.
+
+    One pair of processes for all of them: starting it takes longer than most checks.
+    """
+    failed = on_two_ranks(functools.partial(_run, checks))
+    assert not any(failed), "\n".join(text for found in failed for text in found.values())
