@@ -13,7 +13,6 @@ from torch.nn.utils import prune
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.formats import Operand, get_format, get_operand
-from aoquant.layers.law import why_not
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 
 K, N = 64, 32
@@ -97,16 +96,6 @@ def test_a_recipe_is_found_by_its_key_after_a_pickle() -> None:
     assert again == recipe and again.key == recipe.key and recipe_of(recipe.key) == recipe
     assert again.fprop_input.scales == again.input_scales == "static"
     assert recipe.deployed.fprop_weight == Operand(get_format("int4-g32"))
-
-
-def test_the_law_of_backward() -> None:
-    sr, h, other = (get_operand(name) for name in ("rht32+mxfp4-sr", "hadamard32+mxfp4", "nvfp4-sr"))
-    assert why_not("dgrad", sr, sr) is why_not("dgrad", None, None) is None
-    rotated = "the two operands of wgrad have one transform with the same signs, or none"
-    assert rotated in (why_not("wgrad", sr, other) or "")
-    assert "the two operands of dgrad have one format" in (why_not("dgrad", get_operand("mxfp4-sr"), other) or "")
-    assert why_not("dgrad", sr, None) is not None
-    assert "does not cancel in dgrad's product: use rht32+mxfp4" in (why_not("dgrad", h, h) or "")
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)

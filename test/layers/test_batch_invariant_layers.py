@@ -178,13 +178,6 @@ def test_a_recipe_says_whether_a_token_is_its_own() -> None:
     assert held.batch_invariant
 
 
-def test_where_it_is_said() -> None:
-    said = str(aoquant.explain(layer(NVFP4WeightConfig(), torch.device("cpu"), "convert")[0]))  # type: ignore[index]
-    assert "input=nvfp4-row" in said and "a token's codes are its own" in said
-    said = str(aoquant.explain(layer(NVFP4WeightConfig(activation="nvfp4"), torch.device("cpu"), "prepare")[0]))  # type: ignore[index]
-    assert "a token's codes depend on its batch" in said
-
-
 def test_a_checkpoint_keeps_the_format_that_it_names() -> None:
     """Configs write every field, so what was saved with activation="nvfp4" as the default comes back as that."""
     from torchao.core.config import config_from_dict, config_to_dict

@@ -9,35 +9,29 @@ machine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from support.linear_cases import BF16, BY_NAME, assert_equal, counting, data, layer, prepared
-from torch import Tensor, nn
+from support.linear_cases import BF16, BY_NAME, counting, data, layer, prepared
+from support.training_cases import assert_same, step
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
-from torch.utils.checkpoint import checkpoint
 
-from aoquant import ops, quantize_
+from aoquant import quantize_
 from aoquant.layers import function
 from aoquant.layers.qat import RANDOM
 from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 OPS = ("encode", "matmul", "gradients", "bgrad", "pull_back")
 CASES = ["nvfp4-act", "nvfp4-h16", "mxfp8-act", "int4-int8act", "int4-g32", "fp8-row-act"]
 STEP = Counter({"slice": 1, "add": 1, "slice_scatter": 1, "copy_": 1})  # the state's last number, in place
 VIEWS = {"t", "permute", "view", "_unsafe_view", "alias", "detach"}  # of an input or of the result: no kernel runs
 either = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:
@@ -60,15 +54,6 @@ class Graphs:
         return Counter(name for name in names if name not in VIEWS)
 
 
-def step(run: Any, module: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
-    module.zero_grad()
-    leaf = x.clone().requires_grad_()
-    y = run(leaf)
-    y.backward(g)
-    assert leaf.grad is not None
-    return [y.detach(), leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
-
-
 @either
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +66,11 @@ def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monk
     qat = prepared(case, layer(case, BF16))
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
     with counting(*OPS) as calls:
-        eager = step(qat, qat, x, g)
+        eager = step(qat, x, g)
     graphs = Graphs()
-    compiled = step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
+    compiled = step(qat, x, g, torch.compile(qat, fullgraph=True, backend=graphs.backend))
     assert len(graphs.made) == 2
-    for got, want in zip(compiled, eager, strict=True):
-        assert_equal(got, want)
+    assert_same(compiled, eager)
     want_ops = Counter({op: len(found) for op, found in calls.items() if found})
     if qat.prepared.recipe.fprop_input is None:
         want_ops["mm"] = 1
@@ -122,71 +106,16 @@ def test_a_compiled_hybrid_step_has_few_ops(name: str, monkeypatch: pytest.Monke
     quantize_(nn.ModuleDict({"layer": qat}), get_recipe(name).prepare())
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
     state = qat._buffers.get(RANDOM)
-    eager = step(qat, qat, x, g)
+    eager = step(qat, x, g)
     if state is not None:
         state[2] = 0
     graphs = Graphs()
-    compiled = step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
-    for got, want in zip(compiled, eager, strict=True):
-        assert_equal(got, want)
+    compiled = step(qat, x, g, torch.compile(qat, fullgraph=True, backend=graphs.backend))
+    assert_same(compiled, eager)
     assert state is None or state[2] == 1
     forward, backward = (graphs.kernels(graph) for graph in graphs.made)
     assert forward == Counter(HYBRIDS[name].forward)
     assert backward == Counter(HYBRIDS[name].backward) + (Counter() if state is None else STEP)
-
-
-@pytest.mark.parametrize("name", ["nvfp4-act", "nvfp4-h16"])
-def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass over W that finds it is forward's alone; what is saved for that is one number, and the codes of x."""
-    monkeypatch.setattr(function, "ONE_PASS", ("cpu",))
-    case = BY_NAME[name]
-    qat = prepared(case, layer(case, BF16, bias=False))
-    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
-    graphs = Graphs()
-    step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
-    forward, backward = graphs.made
-    (dgrad,) = (n for n in backward.graph.nodes if n.target is torch.ops.aoquant.gradients.default)
-    tensors, _, words = dgrad.args
-    parts = ops.gradients.arguments.parts.index("Tensor? w_measured")
-    measured = tensors[words.split("|")[:parts].count("T")]
-    assert measured.op == "placeholder" and measured.meta["val"].shape == (1, 1)
-    (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.matmul.default)
-    assert gemm in {n.args[0] for n in forward.graph.nodes if n.name == measured.name}
-    (outputs,) = (n.args[0] for n in forward.graph.nodes if n.op == "output")
-    kept = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in outputs[1:] if n.op != "placeholder")
-    assert kept <= 0.5625 * x.numel() + 4 * (len(x) + 1)  # and the outer scales of x's rows and of W
-
-
-@either
-def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if gpu:
-        monkeypatch.setattr(function, "ONE_PASS", ("cpu",))
-    case = BY_NAME["nvfp4-act"]
-    layers = nn.ModuleList([prepared(case, layer(case, BF16, bias=False)) for _ in range(3)])
-    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, 3 * case.n, BF16, 2)
-    graphs = Graphs()
-    run = torch.compile(lambda t: torch.cat([m(t) for m in layers], -1), fullgraph=True, backend=graphs.backend)
-    compiled, eager = step(run, layers, x, g), step(lambda t: torch.cat([m(t) for m in layers], -1), layers, x, g)
-    for got, want in zip(compiled, eager, strict=True):
-        assert_equal(got, want)
-    found = graphs.kernels()
-    assert found["encode"] == 1
-    assert found["gradients"] == 3
-
-
-@pytest.mark.parametrize("name", [pytest.param("nvfp4-act", marks=pytest.mark.slow), "int4-g32"])
-def test_checkpointed_layers_compile_whole(name: str) -> None:
-    """What checkpointing recomputes is in the graph too, and gives the bits of an eager step."""
-    case = BY_NAME[name]
-    net = nn.Sequential(prepared(case, layer(case, BF16)), nn.ReLU())
-    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
-
-    def run(t: Tensor) -> Tensor:
-        y: Tensor = checkpoint(net, t, use_reentrant=False)
-        return y
-
-    for got, want in zip(step(torch.compile(run, fullgraph=True), net, x, g), step(run, net, x, g), strict=True):
-        assert_equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])

@@ -10,31 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torchao
+from support.linear_cases import BF16, BY_NAME, F16, F32
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
 from torchao.quantization import (
-    Float8WeightOnlyConfig,
     Int4WeightOnlyConfig,
     Int8DynamicActivationIntxWeightConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    PerAxis,
     PerGroup,
-    PerRow,
-    PerTensor,
 )
-from torchao.quantization.quant_primitives import MappingType
 
 from aoquant import (
-    FP8WeightConfig,
-    Int4WeightConfig,
-    Int8WeightConfig,
-    IntxWeightConfig,
-    MXFP4WeightConfig,
-    MXFP8WeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
+    PackedWeightConfig,
     QATConfig,
     get_format,
     list_formats,
@@ -47,29 +36,22 @@ from aoquant import (
 from aoquant.formats import get_operand
 from aoquant.layers.embedding import QATEmbedding
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OURS = {
-    "int4-g32": Int4WeightConfig(32),
-    "intx3-g32": IntxWeightConfig(3),
-    "intx4-row": IntxWeightConfig(4, None),
-    "int8-row": Int8WeightConfig(),
-    "int8-tensor": Int8WeightConfig("tensor"),
-    "fp8-row": FP8WeightConfig(activation=None),
-    "fp8-tensor": FP8WeightConfig(granularity="tensor", activation=None),
-    "mxfp4": MXFP4WeightConfig(activation=None),
-    "mxfp8": MXFP8WeightConfig(activation=None),
-    "nvfp4": NVFP4WeightConfig(activation=None),
-    "nvfp4-none": NVFP4WeightConfig("none", activation=None),
-    "nvfp4-static": NVFP4WeightConfig("static", 0.001, activation=None),
-}
+    name: PackedWeightConfig(name)
+    for name in ("int4-g32", "intx3-g32", "intx4-row", "int8-row", "int8-tensor", "fp8-row", "fp8-tensor", "mxfp4", "mxfp8", "nvfp4",
+                 "nvfp4-none", "nvfp4-static:0.001")
+}  # fmt: skip
 TORCHAO = {
-    "ao.intx4-g32": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
-    "ao.intx2-axis-asym": IntxWeightOnlyConfig(torch.int2, PerAxis(0), MappingType.ASYMMETRIC),
-    "ao.int8-row": Int8WeightOnlyConfig(granularity=PerRow()),
-    "ao.int8-tensor": Int8WeightOnlyConfig(granularity=PerTensor()),
-    "ao.int8-g32": Int8WeightOnlyConfig(granularity=PerGroup(32)),
-    "ao.fp8-row": Float8WeightOnlyConfig(granularity=PerRow()),
-    "ao.fp8-tensor": Float8WeightOnlyConfig(granularity=PerTensor()),
+    name: BY_NAME[name].config
+    for name in (
+        "ao.intx4-g32",
+        "ao.intx2-axis-asym",
+        "ao.int8-row",
+        "ao.int8-tensor",
+        "ao.int8-g32",
+        "ao.fp8-row",
+        "ao.fp8-tensor",
+    )
 }
 
 

@@ -9,7 +9,19 @@ from unittest import mock
 
 import pytest
 import torch
-from support.expert_cases import CONFIGS, FAMILIES, IMPLEMENTATIONS, WIDTH, E, H, Holder, made, routed
+from support.expert_cases import (
+    CONFIGS,
+    FAMILIES,
+    IMPLEMENTATIONS,
+    WIDTH,
+    E,
+    H,
+    Holder,
+    at_once,
+    fake_quantised,
+    made,
+    routed,
+)
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -22,25 +34,12 @@ from aoquant import (
     MXFP4WeightConfig,
     NVFP4WeightConfig,
     QATConfig,
-    get_format,
     quantize_,
     set_fake_quant,
     unprepare,
 )
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed_experts import PackedExperts
-from aoquant.ops import grouped as grouped_ops
-
-
-def fake_quantised(model: Any, name: str) -> Any:
-    """The model with its experts' weights replaced by their quantised values."""
-    other, operand = copy.deepcopy(model), get_format(name)
-    e = other.experts
-    for parameter in ("gate_up_proj", "down_proj"):
-        w = getattr(e, parameter).data
-        for i in range(E):
-            w[i] = operand.fake_quantize(w[i].t()).t() if e.is_transposed else operand.fake_quantize(w[i])
-    return other
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -189,7 +188,7 @@ def test_a_traced_model_is_the_eager_one(family: str, dtype: torch.dtype, monkey
     model, batch = made(family, "grouped_mm", dtype), routed(16, "random", dtype)
     one_graph = dtype == torch.bfloat16
     if one_graph:
-        monkeypatch.setattr(grouped_ops, "why_not", lambda *args: None)
+        at_once(monkeypatch)
     quantize_(model, QATConfig(CONFIGS["mxfp4"], step="prepare"))
     torch.compiler.reset()
     found = []
@@ -203,14 +202,6 @@ def test_a_traced_model_is_the_eager_one(family: str, dtype: torch.dtype, monkey
         quantize_(model, QATConfig(step="convert"))
         with torch.no_grad():
             assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*batch), y)
-
-
-def test_compiled_is_eager() -> None:
-    for config in (CONFIGS["int4"], CONFIGS["nvfp4"]):
-        model, batch = made("mixtral", "grouped_mm"), routed(16, "random")
-        quantize_(model, QATConfig(config, step="prepare"))
-        torch.compiler.reset()
-        assert torch.equal(torch.compile(model)(*batch), model(*batch))
 
 
 def test_a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero() -> None:
@@ -248,19 +239,10 @@ def test_25_experts_take_another_backward() -> None:
         b.copy_(states[name])
     quantize_(model, drawn)
     assert states and all(torch.equal(b, states[name]) for name, b in model.named_buffers())
-    with pytest.raises(ValueError, match=r"experts.*is prepared for .* a HybridConfig replaces backward alone"):
+    with pytest.raises(ValueError, match="experts"):
         quantize_(model, QATConfig("mxfp8-nvfp4"))
-    with pytest.raises(ValueError, match=r"experts.*leaves fprop to a base needs one"):
+    with pytest.raises(ValueError, match="experts"):
         quantize_(made("mixtral", "eager"), HybridConfig.bwd("mxfp8"))
-
-
-@pytest.mark.parametrize(("backward", "asked"), [(None, False), ("quartet2", True)])
-def test_experts_that_draw_look_for_their_rank(backward: str | None, asked: bool) -> None:
-    model, batch = made("mixtral", "eager"), routed(16, "random")
-    quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare", backward=backward))
-    with mock.patch("aoquant.layers.experts.ranks.find") as find:
-        model(*batch)
-    assert find.called == asked
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -206,6 +206,16 @@ def test_each_side_of_a_weight_is_encoded_once(name: str) -> None:
     assert micro_batches((64,)) > SIDES[name], "outside the block every step encodes"
 
 
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "mxfp4-h32", "fp8", "int8", "gridflip"])
+@torch.no_grad()
+def test_a_rollout_encodes_a_weight_once(name: str) -> None:
+    model = linear(name)
+    with encodings() as count, fixed_weights(model):
+        for rows in (1, 3, 1, 7):
+            model(x_of(rows=rows))
+    assert count[32, 64] == 1
+
+
 @pytest.mark.parametrize("name", ["int8", "nvfp4"])
 @torch.no_grad()
 def test_the_block_frees_the_codes(name: str, cpu_library: None) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from unittest import mock
 
 import pytest
 import torch
 from support.gemm import coded, parts, scaled_mm
 from support.linear_cases import BY_NAME, autocast, layer, prepared, same_bytes
-from torch import nn
 
-from aoquant import PackedTensor, PackedWeightConfig, get_format, quantize_
+from aoquant import get_format
 from aoquant.formats import get_operand, tiles
 
 
@@ -39,19 +37,6 @@ def test_tiles_encode_under_autocast(name: str, dtype: torch.dtype) -> None:
         assert same_bytes(tiles.encode(get_format(name), x).codes, made.codes)  # as convert calls it
     for got, want in zip(parts(made), parts(get_format(name).encode(x)), strict=True):
         assert same_bytes(got, want)
-
-
-@pytest.mark.parametrize("name", ["int4-tinygemm-hqq-g64", "fp8-row", "hadamard32+nvfp4"])
-def test_autocast_does_not_reach_a_conversion(name: str) -> None:
-    models = [nn.Linear(64, 32, bias=False, dtype=torch.float16)]
-    models.append(copy.deepcopy(models[0]))
-    quantize_(models[0], PackedWeightConfig(name))
-    with autocast(torch.bfloat16):
-        quantize_(models[1], PackedWeightConfig(name))
-    want, got = (m.weight for m in models)
-    assert isinstance(want, PackedTensor) and isinstance(got, PackedTensor)
-    for g, w in zip(parts(got.encoded), parts(want.encoded), strict=True):
-        assert same_bytes(g, w)
 
 
 @pytest.mark.parametrize("name", ["intx4-g32-hqq", "int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g64"])

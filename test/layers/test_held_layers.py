@@ -24,6 +24,7 @@ from aoquant import (
     QATConfig,
     calibrate,
     quantize_,
+    set_fake_quant,
     verify,
 )
 from aoquant.calibrate import uncalibrated
@@ -168,6 +169,15 @@ def test_a_float_checkpoint_brings_no_scales() -> None:
         model(batches(1)[0])
     calibrate(model, batches())
     assert torch.equal(model.up.input_scale, prepared("int8-learned").up.input_scale)
+
+
+def test_the_switch_and_unprepare() -> None:
+    model, x = prepared("int8-learned"), batches(1)[0]
+    set_fake_quant(model, False)
+    assert torch.equal(model(x), Model()(x))
+    for layer in layers(model).values():
+        layer.unprepare()
+    assert list(model.state_dict()) == list(Model().state_dict()) and torch.equal(model(x), Model()(x))
 
 
 @pytest.mark.slow

@@ -58,37 +58,31 @@ def test_a_model_is_moved_under_inference_mode(how: object) -> None:
 
 
 def test_parts_lie_in_shared_memory() -> None:
-    """A child process writes the codes, and the layer, its views and its bound kernels see it."""
+    """A child process writes the codes, and the layer sees it."""
     model = packed()
     with torch.no_grad():
         want = model(X)
         assert not model[0].weight.is_shared()
         assert model.share_memory() is model and model[0].weight.is_shared() and model[0].weight.qdata.is_shared()
-        assert torch.equal(model(X), want) and torch.equal(model[0]._traced(X), want)
+        assert torch.equal(model(X), want)
         child = os.fork()
         if not child:
             model[0].weight.qdata.zero_()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert not model[0].weight.qdata.any() and not torch.equal(model(X), want)
-        assert torch.equal(model[0]._traced(X), model(X))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
-def test_data_takes_the_other_weights_codes(dtype: torch.dtype) -> None:
-    model, other = packed(), packed("int8", 1, dtype)
+@torch.no_grad()
+def test_data_shares_the_other_weights_codes() -> None:
+    model, other = packed(), packed("int8", 1)
     model[0].bias = other[0].bias = None
-    x = X.to(dtype)
-    with torch.no_grad():
-        compiled, want = torch.compile(model[0], backend="eager"), other(x)
-        compiled(X)
-        model[0].weight.data = other[0].weight
-        assert model[0].weight.dtype == dtype and torch.equal(compiled(x), want) and torch.equal(model(x), want)
-        other[0].weight.qdata.zero_()  # it is the other's memory, as of any tensor
-        assert torch.equal(model(x), other(x)) and not torch.equal(model(x), want)
-    with pytest.raises(
-        ValueError, match=r"data of a PackedTensor \(int8-row\).*got Tensor: for float values, assign a"
-    ):
+    model[0].weight.data = other[0].weight
+    want = other(X)
+    assert torch.equal(model(X), want)
+    other[0].weight.qdata.zero_()  # it is the other's memory, as of any tensor
+    assert torch.equal(model(X), other(X)) and not torch.equal(model(X), want)
+    with pytest.raises(ValueError, match=r"data of a PackedTensor \(int8-row\)"):
         model[0].weight.data = torch.zeros(32, 64)
 
 

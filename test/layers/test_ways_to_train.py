@@ -20,7 +20,7 @@ from support.training_cases import KINDS, adamw, assert_same, batch, step, steps
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from aoquant import HybridConfig, QATConfig, quantize_
+from aoquant import Cast, HybridConfig, QATConfig, quantize_
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Call = Callable[[Tensor], Tensor]
@@ -283,7 +283,7 @@ def test_backward_reads_the_codes_of_forward(kind: str) -> None:
 
 
 def test_a_weight_that_backward_reads_must_stay() -> None:
-    config = HybridConfig.fwd_bwd("mxfp8", "te-nvfp4").replaced(dgrad_weight="te-nvfp4")
+    config = HybridConfig.fwd_bwd("mxfp8", "te-nvfp4").replaced(dgrad_weight=Cast("te-nvfp4"))
     linear, (x, _) = student(config)[0], batch()
     y = linear(x.requires_grad_())
     with torch.no_grad():

@@ -6,6 +6,7 @@ import copy
 import importlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.aria.configuration_aria import AriaTextConfig
@@ -30,7 +31,10 @@ from aoquant import (
     IntxWeightConfig,
     MXFP4WeightConfig,
     NVFP4WeightConfig,
+    get_format,
 )
+from aoquant.layers.experts import is_transposed, stacks_of
+from aoquant.ops import grouped
 
 H, WIDTH, E = 64, 96, 4
 SIZES = {"hidden_size": H, "moe_intermediate_size": WIDTH, "num_experts_per_tok": 2}
@@ -72,9 +76,8 @@ class Holder(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, *args: Tensor) -> Tensor:
-        y: Tensor = self.experts(*args)
-        return y
+    def forward(self, *args: Any) -> Any:
+        return self.experts(*args)
 
 
 def made(family: str, implementation: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -86,6 +89,21 @@ def made(family: str, implementation: str, dtype: torch.dtype = torch.bfloat16) 
     for p in experts.parameters():
         p.data.normal_(0, 0.2)
     return Holder(experts)
+
+
+def fake_quantised(model: nn.Module, name: str) -> Any:
+    """The model with its experts' weights replaced by their quantised values."""
+    other, operand = copy.deepcopy(model), get_format(name)
+    for module in other.modules():
+        for parameter in stacks_of(module):
+            for w in getattr(module, parameter).data:
+                w.copy_(operand.fake_quantize(w.t()).t() if is_transposed(module) else operand.fake_quantize(w))
+    return other
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply all experts at once, as on a GPU: the device is not asked."""
+    monkeypatch.setattr(grouped, "why_not", lambda *args: None)
 
 
 def routed(tokens: int, how: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,11 @@
-"""Converted linear layers, the general path that they are compared with, and a compiler that begins afresh."""
+"""Converted linear layers, and the general path that they are compared with."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 from support.linear_cases import BF16, BY_NAME, assert_equal, layer
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from aoquant import quantize_
@@ -16,14 +13,6 @@ from aoquant.layers.packed import PackedLinear
 
 CASES = ["int4-g32", "nvfp4-act", "nvfp4-h16", "fp8-row-act", "mxfp8-act"]
 cases = pytest.mark.parametrize("name", CASES)
-
-
-def dynamo_afresh() -> Iterator[None]:
-    """A fixture for every test that compiles or counts graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def packed(name: str, bias: bool = True, kind: str = "normal") -> PackedLinear:

@@ -68,7 +68,6 @@ _EXPERTS_RUN = _of(
     "layers/test_experts.py",
     "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",
     "tokens_of_other_ranks_add_nothing", "fake_quantisation_is_switched_off_and_undone",
-    "experts_that_draw_look_for_their_rank",
     "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
 )  # fmt: skip
 _EXPERTS = (
@@ -79,7 +78,7 @@ _PACKED_EXPERTS = _of(
     "layers/test_packed_experts.py",
     "packed_experts_are_selected_cut_turned_and_copied", "what_packed_experts_cannot_do_is_refused",
 )  # fmt: skip
-_PACKED_LAYER = ("layers/test_packed_layer.py", "layers/test_bound_weights.py", "layers/test_packed_compiled.py")
+_PACKED_LAYER = ("layers/test_packed_layer.py", "layers/test_packed_compiled.py")
 _WHOLE_MODELS = (
     "model/test_coverage.py", "model/test_owners.py", "model/test_recipe_names.py", "model/test_api.py",
     "model/test_sharing.py", "model/test_meta.py",
@@ -181,16 +180,22 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/function.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("formats/test_held_scales.py", "all_gradients_of_a_learned_layer", "frozen_parts_of_a_learned_layer"),
-        *_of("layers/test_compiled_graph.py", "backward_is_told_the_outer_scale_of_the_weight"),
         "layers/test_transformed_layers.py", "layers/test_quantized_backward.py", "hybrid/test_delayed_scaling.py",
-        *_of("hybrid/test_hybrid_saved.py", "14_bytes_for_each_value_of_the_input", "8_double_quantisation_keeps_no_row",
-             "12_encodings_of_a_step", "12_unused_casts_encode_nothing"),
+        *_of("layers/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
+             "a_step_encodes_each_side_once", "a_side_that_no_gemm_reads_is_not_encoded"),
     ),
-    "layers/fixed.py": ("hybrid/test_fixed_weights.py", "layers/test_fixed_layers.py"),
-    "layers/shared_operands.py": ("layers/test_shared_operands.py",),
+    "layers/fixed.py": _of(
+        "layers/test_fixed_weights.py", "a_weight_or_scale_that_changes_is_refused_by_name",
+        "a_step_of_an_optimizer_changes_the_weights_with_gradients", "each_side_of_a_weight_is_encoded_once",
+        "copies_are_outside_of_the_block", "blocks_nest_and_end_with_an_error", "micro_batches_and_rollouts",
+    ),
+    "layers/shared_operands.py": _of(
+        "layers/test_shared_inputs.py", "a_packed_layer_sees_what_was_written", "a_buffer_that_is_used_again_is_read_again",
+        "packed_layers_of_one_module_encode_their_input_once",
+    ),
     "layers/held.py": ("formats/test_held_scales.py", *_of(
         "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
-        "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales", "copies_and_switch",
+        "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales",
     ), *_of("targets/test_static_torchao.py", "the_scale_has_the_dimensions_that_calibration_saw_after_a_resume_too")),
     "layers/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
     "layers/linear.py": (
@@ -200,7 +205,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
     "layers/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
-    "layers/bound.py": ("layers/test_bound_weights.py", "layers/test_packed_layer.py", "layers/test_packed_compiled.py"),
+    "layers/bound.py": _PACKED_LAYER,
     "layers/qat.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
@@ -212,17 +217,18 @@ NEAR: dict[str, tuple[str, ...]] = {
         "layers/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
     ),
-    "layers/saved.py": ("layers/test_transformed_layers.py", "hybrid/test_hybrid_saved.py"),
+    "layers/saved.py": ("layers/test_transformed_layers.py", "layers/test_saved_bytes.py::test_bytes_for_each_value_of_the_input"),
     "layers/shared_inputs.py": _of(
-        "layers/test_siblings.py", "a_changed_input_is_encoded_again", "what_autograd_cannot_see",
-        "a_frozen_layer_and_no_grad_share_nothing", "formats_and_dtypes_do_not_mix", "views",
-        "a_square_and_its_transpose_are_two_inputs", "under_autocast", "encodings_die_with_what_autograd_keeps",
-        "three_layers_keep_one_encoding",
+        "layers/test_shared_inputs.py", "an_input_that_changes_between_two_layers_is_encoded_again",
+        "a_write_that_autograd_cannot_see_spoils_no_later_call", "without_gradients", "formats_do_not_mix", "views",
+        "under_autocast", "codes_die_with_their_input_and_what_autograd_keeps",
+        "one_encoding_one_storage_and_the_same_bits",
     ),
-    "layers/sides.py": ("hybrid/test_hybrid_saved.py", "hybrid/test_hybrid_layer.py"),
+    "layers/sides.py": (
+        "layers/test_saved_bytes.py::test_what_is_saved_changes_no_gradient", "hybrid/test_hybrid_layer.py",
+    ),
     "layers/embedding.py": ("layers/test_embedding.py",),
     "tensor.py": (
-        "layers/test_bound_weights.py::test_bound_weights_answer_ordinary_calls_alone",
         "model/test_packed_linear.py",
         *_of("layers/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
     ),
