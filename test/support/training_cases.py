@@ -74,7 +74,7 @@ def steps(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n) if anneal else None
     for _ in range(n):
         optimizer.zero_grad()
-        loss = F.mse_loss((call or model)(x).float(), target)
+        loss = F.mse_loss((model if call is None else call)(x).float(), target)
         loss.backward()
         optimizer.step()
         if schedule:
@@ -87,7 +87,7 @@ def step(module: nn.Module, x: Tensor, g: Tensor, run: Any = None) -> dict[str, 
     """The output and every gradient of one forward and backward."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
-    y = (run or module)(x)
+    y = (module if run is None else run)(x)
     y.backward(g)
     assert x.grad is not None
     return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
