@@ -140,7 +140,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ops/lookup.py": ("layers/test_embedding.py",),
     "ops/codec/reference.py": (*_CODEC, *_of("ops/test_codec.py", "transposed_codes_are_those_of_the_transpose")),
     "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
-    "ops/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
+    "formats/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
         "ops/test_codec.py::test_tiles_are_the_whole"),
     "ops/router.py": ("model/test_routes.py", *_of(
         "ops/test_ops.py",
@@ -180,6 +180,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/function.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("formats/test_held_scales.py", "all_gradients_of_a_learned_layer", "frozen_parts_of_a_learned_layer"),
+        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract", "layers/test_autocast.py",
         "layers/test_transformed_layers.py", "layers/test_quantized_backward.py", "hybrid/test_delayed_scaling.py",
         *_of("layers/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
              "a_step_encodes_each_side_once", "a_side_that_no_gemm_reads_is_not_encoded"),
@@ -189,20 +190,11 @@ NEAR: dict[str, tuple[str, ...]] = {
         "a_step_of_an_optimizer_changes_the_weights_with_gradients", "each_side_of_a_weight_is_encoded_once",
         "copies_are_outside_of_the_block", "blocks_nest_and_end_with_an_error", "micro_batches_and_rollouts",
     ),
-    "layers/shared_operands.py": _of(
-        "layers/test_shared_inputs.py", "a_packed_layer_sees_what_was_written", "a_buffer_that_is_used_again_is_read_again",
-        "packed_layers_of_one_module_encode_their_input_once",
-    ),
     "layers/held.py": ("formats/test_held_scales.py", *_of(
         "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
         "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales",
     ), *_of("targets/test_static_torchao.py", "the_scale_has_the_dimensions_that_calibration_saw_after_a_resume_too")),
     "layers/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
-    "layers/linear.py": (
-        "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
-        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract",
-        "model/test_meta.py", "layers/test_autocast.py",
-    ),
     "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
     "layers/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
     "layers/bound.py": _PACKED_LAYER,
@@ -217,15 +209,12 @@ NEAR: dict[str, tuple[str, ...]] = {
         "layers/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
     ),
-    "layers/saved.py": ("layers/test_transformed_layers.py", "layers/test_saved_bytes.py::test_bytes_for_each_value_of_the_input"),
-    "layers/shared_inputs.py": _of(
+    "layers/cache.py": _of(
         "layers/test_shared_inputs.py", "an_input_that_changes_between_two_layers_is_encoded_again",
         "a_write_that_autograd_cannot_see_spoils_no_later_call", "without_gradients", "formats_do_not_mix", "views",
         "under_autocast", "codes_die_with_their_input_and_what_autograd_keeps",
-        "one_encoding_one_storage_and_the_same_bits",
-    ),
-    "layers/sides.py": (
-        "layers/test_saved_bytes.py::test_what_is_saved_changes_no_gradient", "hybrid/test_hybrid_layer.py",
+        "one_encoding_one_storage_and_the_same_bits", "a_packed_layer_sees_what_was_written",
+        "a_buffer_that_is_used_again_is_read_again",
     ),
     "layers/embedding.py": ("layers/test_embedding.py",),
     "tensor.py": (
