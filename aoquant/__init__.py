@@ -25,13 +25,13 @@ from aoquant.config import (
     PackedWeightConfig,
     QATConfig,
 )
+from aoquant.experts.packed import packed_experts
+from aoquant.experts.routers import freeze_routers
 from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.hybrid import Cast, HybridConfig
 from aoquant.layers.fixed import fixed_weights
-from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.routers import freeze_routers
 from aoquant.layers.switches import set_fake_quant, unprepare
 from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend

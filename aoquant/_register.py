@@ -42,8 +42,11 @@ _INSTALLED: tuple[tuple[str, str, tuple[type[Exception], ...]], ...] = (
 MOVED = {
     "aoquant.embedding": "aoquant.layers.embedding",
     "aoquant.integrations.peft_parameters": "aoquant.integrations.peft_layers",
+    "aoquant.layers.experts": "aoquant.experts.prepared",
+    "aoquant.layers.packed_experts": "aoquant.experts.packed",
     "aoquant.layers.shared_operands": "",
     "aoquant.layers.sides": "",
+    "aoquant.parallel.experts": "aoquant.experts.sharded",
     "aoquant.plan": "aoquant.planning.plan",
     "aoquant.qat": "aoquant.layers.qat",
     "aoquant.sharded": "aoquant.layers.sharded_packed",
@@ -150,7 +153,7 @@ def _allow_packed_tensor(module: ModuleType) -> None:
     from torchao.quantization import PerBlock
 
     from aoquant import _config_guard
-    from aoquant.layers.packed_experts import PackedExperts
+    from aoquant.experts.packed import PackedExperts
     from aoquant.tensor import PackedTensor
 
     try:

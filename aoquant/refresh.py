@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant._messages import check_model
+from aoquant.experts.packed import PackedExperts
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded
-from aoquant.layers.experts import QATExperts
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor

@@ -21,11 +21,12 @@ from torchao.quantization import FqnToConfig
 
 from aoquant._messages import AoquantWarning, check_model
 from aoquant.config import QATConfig
+from aoquant.experts.families import stacks_of
+from aoquant.experts.packed import PackedExperts, stacked
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Scales
 from aoquant.layers import held, replaced
-from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import kind_of
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import Prepared
 from aoquant.planning.plan import prepare_target
 from aoquant.planning.restore import restoring
@@ -186,12 +187,7 @@ def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
 
 def _of_experts(each: Sequence[Scales]) -> Scales:
     """Stack the scales of every expert."""
-    return Scales(*(None if parts[0] is None else _stacked(parts) for parts in zip(*each, strict=True)))
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """torch.stack, of float8 too."""
-    return torch.stack([t.view(torch.uint8) if t.element_size() == 1 else t for t in parts]).view(parts[0].dtype)
+    return Scales(*(None if parts[0] is None else stacked(parts) for parts in zip(*each, strict=True)))
 
 
 def _same_anew(p: PackedTensor) -> bool:

@@ -39,7 +39,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aoquant import QATConfig, quantize_
-from aoquant.layers.grouped import Rows, grouped_at_once, why_not_at_once
+from aoquant.experts.grouped import Rows, grouped_at_once, why_not_at_once
+from aoquant.formats import Encoded
 from aoquant.ops import stacks
 from aoquant.recipes import get_recipe
 
@@ -140,6 +141,13 @@ def train(work: Work, variant: str) -> Run:
     return step
 
 
+def _stack(e: Encoded, experts: int) -> Encoded:
+    """Codes of all experts' rows, with the experts in front."""
+    codes, scale, zero, outer = (None if t is None else t.unflatten(0, (experts, -1)) for t in e.tensors)
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, e.k)
+
+
 class Products:
     """The grouped products that `work` asks for, of rows that are sorted by expert."""
 
@@ -162,8 +170,8 @@ class Products:
             self.held[name] = getattr(self.experts, name)
             if packed and variant != BASE:
                 recipe = self.recipes[name]
-                self.held[name] = stacks.encode(recipe.fprop_weight, self.held[name].detach(), self.turned)
-                reason = why_not_at_once(recipe, self.held[name], False, e)
+                self.held[name] = _stack(stacks.encode(recipe.fprop_weight, self.held[name].detach(), self.turned), e)
+                reason = why_not_at_once(recipe, self.held[name])
                 if reason is not None and work.device.type == "cuda":
                     raise ValueError(reason)
         if packed and variant != BASE:

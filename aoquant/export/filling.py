@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from aoquant._messages import bar
+from aoquant.experts.families import experts_of, stacks_of
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.safetensors_file import StoredTensor, header, read_json
 from aoquant.integrations.stored_names import Piece, keep_wide, model_names, pieces_of
-from aoquant.layers.experts import stacks_of
-from aoquant.layers.routers import experts_of
 
 
 class Filling:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from aoquant.experts.families import is_transposed
+from aoquant.experts.packed import PackedExperts
 from aoquant.export.filling import Filling
-from aoquant.layers.experts import is_transposed
-from aoquant.layers.packed_experts import PackedExperts
 
 _NAN = 0xFF  # of e8m0
 

@@ -17,11 +17,10 @@ from typing import Any
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from aoquant.experts.families import experts_of, stacks_of
 from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.integrations.stored_names import Piece, pieces_of, stored_names
-from aoquant.layers.experts import stacks_of
 from aoquant.layers.packed_moves import cut_rows
-from aoquant.layers.routers import experts_of
 from aoquant.tensor import PackedTensor
 
 

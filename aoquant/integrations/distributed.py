@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant._messages import check_model
+from aoquant.experts import sharded
+from aoquant.experts.packed import PackedExperts
 from aoquant.integrations.gather import quantized_all_gather
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.sharded_packed import ShardedLinear, gather
-from aoquant.parallel import experts
 from aoquant.parallel.fsdp import reshard
 from aoquant.targets import resolve
 
@@ -53,7 +53,7 @@ def _whole(tensor: Tensor, layer: nn.Module | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if isinstance(tensor.to_local(), PackedExperts):
-        return experts.gather(tensor)
+        return sharded.gather(tensor)
     if not isinstance(layer, ShardedLinear):
         return tensor.full_tensor()
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

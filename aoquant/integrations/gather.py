@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from aoquant._messages import check_model
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Operand
 from aoquant.layers.embedding import QATEmbedding
-from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.layers.weight_codes import encoded_sides, reads_values

@@ -22,7 +22,7 @@ from torch import nn
 from aoquant import _register
 from aoquant._messages import check_path
 from aoquant.config import PackedWeightConfig
-from aoquant.layers.experts import stacks_of
+from aoquant.experts.families import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
 from aoquant.layers.qat import PreparedModule
 from aoquant.parallel import fsdp

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from aoquant._messages import AoquantWarning
-from aoquant.layers.experts import is_transposed
+from aoquant.experts.families import is_transposed
 
 
 @dataclass(frozen=True)

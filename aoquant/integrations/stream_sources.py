@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
+from aoquant.experts.families import is_transposed
+from aoquant.experts.packed import packed_experts
 from aoquant.integrations.safetensors_file import StoredTensor
-from aoquant.layers.experts import is_transposed
-from aoquant.layers.packed_experts import packed_experts
 from aoquant.planning.changes import Change
 from aoquant.planning.fused import shared_at_once
 from aoquant.planning.plan import not_finite

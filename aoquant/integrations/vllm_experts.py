@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from aoquant.config import WeightConfig
+from aoquant.experts.families import experts_of
+from aoquant.experts.packed import PackedExperts
 from aoquant.integrations.stored_names import pieces_of, stored_name
-from aoquant.layers.packed_experts import PackedExperts
-from aoquant.layers.routers import experts_of
 from aoquant.planning.choose import each, key_of
 from aoquant.quantize import quantize_
 from aoquant.tensor import PackedTensor

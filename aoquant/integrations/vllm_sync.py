@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from aoquant._messages import check_model
+from aoquant.experts.prepared import QATExperts
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
-from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.refresh import deployed_recipe, encoded_now

@@ -224,7 +224,7 @@ class QuantizedLinear(torch.autograd.Function):
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
         y, saved = multiply(x, w, bias, given, needs)
-        _save(ctx, saved)
+        keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
         ctx.parts, ctx.rank, ctx.delayed = given.parts, given.rank, given.delayed
         ctx.fixed = None if isinstance(w, GatheredWeight) else given.fixed
@@ -238,7 +238,7 @@ class QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, _saved(ctx)
+        recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, kept(ctx)
         x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
         x_as: Any = recipe.fprop_input
         random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
@@ -434,8 +434,8 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
     return ops.pull_back(grad_RK, operand, None if held is None else held.transform, clipped)
 
 
-def _save(ctx: Any, saved: Saved) -> None:
-    """Hand `saved` to autograd, which knows a flat list of tensors."""
+def keep(ctx: Any, saved: NamedTuple) -> None:
+    """Hand a NamedTuple of tensors, `Encoded` and `Scales` to autograd, which knows a flat list of tensors."""
     tensors: list[Tensor | None] = []
     kinds, widths = list[type](), list[int | None]()
     for value in saved:
@@ -446,13 +446,13 @@ def _save(ctx: Any, saved: Saved) -> None:
         elif type(value) is Scales:
             tensors += value
         else:
-            tensors.append(value)  # type: ignore[arg-type]
-    ctx.kinds, ctx.widths = kinds, widths
+            tensors.append(value)
+    ctx.saved, ctx.kinds, ctx.widths = type(saved), kinds, widths
     ctx.save_for_backward(*tensors)
 
 
-def _saved(ctx: Any) -> Any:
-    """The `Saved` that `_save` was given."""
+def kept(ctx: Any) -> Any:
+    """Return the NamedTuple that `keep` was given."""
     tensors, values = iter(ctx.saved_tensors), list[Any]()
     for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
         if kind is Encoded:
@@ -461,7 +461,7 @@ def _saved(ctx: Any) -> Any:
             values.append(Scales(next(tensors), next(tensors), next(tensors), next(tensors)))
         else:
             values.append(next(tensors))
-    return Saved(*values)
+    return ctx.saved(*values)
 
 
 @torch.compiler.disable  # backward communicates too, where a compiler would trace it

@@ -27,10 +27,10 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Operand, tiles
 
 from . import codec, expert_rows, stacks
-from .backward import BackwardGemm, Kept, of_parts
 from .call import Call
 from .define import op
 from .gemm import few_rows
+from .quantized import Ask
 
 FEW = 32  # rows for each expert, on average, up to which codes are multiplied as they lie
 BLOCK = 1 << 26  # bytes of W's values that are there at once
@@ -64,37 +64,43 @@ def grouped_mm(
     x: (S, K), or (T, K) with `token`; encoded where it has an operand. x_values: its GEMM's operand, where encoding
     made it in passing. w: (E, N, K), or (E, K, N) when `transposed`, encoded here; or codes (E * N, K).
     """
-    rows = token if token is not None else x.codes if isinstance(x, Encoded) else x
-    if not rows.shape[0]:
-        return _empty_product(x, token, ends, w, transposed, dtype)
-    if ends.is_cuda:
+    rows_of = token if token is not None else x.codes if isinstance(x, Encoded) else x
+    if ends.is_cuda and rows_of.shape[0]:
         values, alpha = _operand(x, x_values, token, x_operand, dtype)
         return _multiplied(values, alpha, ends, w, w_operand, transposed)
-    return _by_expert(x, x_values, token, ends, w, x_operand, w_operand, transposed, dtype)
+    y_SN = _empty_product(x, token, ends, w, transposed, dtype).zero_()
+    for e, rows in (
+        _hit(ends) if len(y_SN) else ()
+    ):  # each expert that has rows is one product, on the fastest backend of its request
+        part = stacks.expert(w_operand, w, e, len(ends)) if isinstance(w, Encoded) else _matrix(w, e, transposed)
+        made = None if x_values is None else cast(Tensor, _rows_of(x_values, token, rows))
+        taken, count = _rows_of(x, token, rows), rows.stop - rows.start
+        y_SN[rows] = Call("aoquant", taken, x_operand, part, w_operand, None, [count], dtype, None, made).run()
+    return y_SN
 
 
-@op(lambda a: a.grad_SN.new_empty(a.grad_SN.shape[0], a.w.shape[1 if a.transposed else 2]))
-def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand | None, transposed: bool) -> Tensor:
-    """dx (S, K) = dy W^ in dy's dtype; w (E, N, K), or (E, K, N) when `transposed`, is encoded here, or
-    multiplied as it is without w_operand.
-    """
-    k = w.shape[1 if transposed else 2]
+def _empty_dgrad(grad_SN: Tensor, w: Tensor | Encoded, transposed: bool) -> Tensor:
+    return grad_SN.new_empty(grad_SN.shape[0], w.k if isinstance(w, Encoded) else w.shape[1 if transposed else 2])
+
+
+@op(lambda a: _empty_dgrad(a.grad_SN, a.w, a.transposed))
+def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor | Encoded, w_operand: Operand, transposed: bool) -> Tensor:
+    """dx (S, K) = dy W^ in dy's dtype; w as in `grouped_mm`."""
     if not grad_SN.shape[0]:
-        return grad_SN.new_empty(0, k)
-    if not grad_SN.is_cuda:
-        dx_SK = grad_SN.new_zeros(grad_SN.shape[0], k)
-        for e, rows in _hit(ends):
-            dx_SK[rows] = cast(
-                Tensor,
-                of_parts(grad_SN[rows], Kept(_matrix(w, e, transposed), BackwardGemm(forward=w_operand)), None).dx,
-            )
+        return _empty_dgrad(grad_SN, w, transposed)
+    ask = Ask(False, grad_SN.dtype, operand=False)
+    values = None
+    if isinstance(w, Encoded):
+        values = codec.decode(w_operand.format, w, grad_SN.dtype).view(len(ends), -1, w.k)
+    if grad_SN.is_cuda:
+        values = stacks.values(w_operand, cast(Tensor, w), transposed, ask).matrix if values is None else values
+        dx_SK = F.grouped_mm(grad_SN.contiguous(), values, offs=ends)
+        _kernels().zero_behind(dx_SK, ends)
         return dx_SK
-    if w_operand is not None:
-        w = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False).values
-    elif transposed:
-        w = w.transpose(1, 2)
-    dx_SK = F.grouped_mm(grad_SN.contiguous(), w, offs=ends)
-    _kernels().zero_behind(dx_SK, ends)
+    dx_SK = _empty_dgrad(grad_SN, w, transposed).zero_()
+    for e, rows in _hit(ends):
+        w_NK = _matrix(cast(Tensor, w), e, transposed) if values is None else values[e]
+        dx_SK[rows] = grad_SN[rows] @ (codec.quantize(w_operand, w_NK, ask).matrix if values is None else w_NK)
     return dx_SK
 
 
@@ -111,20 +117,18 @@ def grouped_wgrad(
     if not grad_SN.shape[0]:
         return _wgrad_shape(grad_SN, ends, x, transposed).zero_()
     dtype = grad_SN.dtype
-    if not grad_SN.is_cuda:
-        dw = _wgrad_shape(grad_SN, ends, x, transposed).zero_()
-        for e, rows in _hit(ends):
-            made = of_parts(grad_SN[rows], None, Kept(_rows_of(x, token, rows), BackwardGemm(forward=x_operand))).dw
-            assert made is not None
-            dw[e] = made.t() if transposed else made
-        return dw
     x_TK = codec.decode(x_operand.format, x, dtype) if x_operand is not None and isinstance(x, Encoded) else x
     x_SK = cast(Tensor, x_TK)
     x_SK = (x_SK if token is None else x_SK.index_select(0, token)).to(dtype).contiguous()
     grad_SN = grad_SN.contiguous()
-    if transposed:
-        return F.grouped_mm(x_SK.t(), grad_SN, offs=ends)
-    return F.grouped_mm(grad_SN.t(), x_SK, offs=ends)
+    a, b = (x_SK, grad_SN) if transposed else (grad_SN, x_SK)
+    if grad_SN.is_cuda:
+        return F.grouped_mm(a.t(), b, offs=ends)
+    dw = _wgrad_shape(grad_SN, ends, x, transposed).zero_()
+    for e, rows in _hit(ends):
+        made = grad_SN[rows].t() @ x_SK[rows]
+        dw[e] = made.t() if transposed else made
+    return dw
 
 
 @op(lambda a: a.rows_SK.new_empty(a.place_TJ.shape[0], a.rows_SK.shape[1]))
@@ -194,9 +198,9 @@ def _multiplied(
     n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
     y_SN, kernels, programs = x_SK.new_empty(s, n), _kernels(), _programs(x_SK.device)
     if isinstance(w, Tensor):
-        w_ENK, alpha_w = stacks.values(operand, w, transposed, x_SK.dtype, alpha_apart=True)
-        at = kernels.slots(ends, s, 0, experts)
-        kernels.matmul(x_SK, w_ENK, alpha_x, None if alpha_w is None else alpha_w.contiguous(), at, y_SN, programs)
+        made = stacks.values(operand, w, transposed, Ask(False, x_SK.dtype))
+        at, alpha = kernels.slots(ends, s, 0, experts), None if made.alpha is None else made.alpha.contiguous()
+        kernels.matmul(x_SK, made.matrix, alpha_x, alpha, at, y_SN, programs)
     else:
         alpha_w = format.alpha(w)
         for block in _blocks(experts, n, k * x_SK.element_size()):
@@ -216,12 +220,7 @@ def _reads(w: Tensor | Encoded, operand: Operand, k: int, dtype: torch.dtype) ->
     block = operand.format.block or 0
     if k % 32 or k % block or block < 16 or block & (block - 1):
         return False
-    return operand.scale_dtype(_like(w)) in (None, dtype)
-
-
-def _like(w: Tensor | Encoded) -> Tensor | Encoded:
-    """A weight whose scales have the dtype of w's."""
-    return w if isinstance(w, Encoded) else w[0]
+    return operand.scale_dtype(w) in (None, dtype)
 
 
 class _Block(NamedTuple):
@@ -248,27 +247,6 @@ def _blocks(experts: int, n: int, row: int) -> Iterator[_Block]:
     for first in range(experts):
         for start in range(0, n, rows):
             yield _Block(first, 1, slice(start, min(start + rows, n)))
-
-
-def _by_expert(
-    x: Tensor | Encoded,
-    x_values: Tensor | None,
-    token: Tensor | None,
-    ends: Tensor,
-    w: Tensor | Encoded,
-    x_operand: Operand | None,
-    w_operand: Operand,
-    transposed: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """y (S, N): each expert that has rows is one product, on the fastest backend of its request."""
-    y_SN = _empty_product(x, token, ends, w, transposed, dtype).zero_()
-    for e, rows in _hit(ends):
-        part = stacks.expert(w_operand, w, e, len(ends)) if isinstance(w, Encoded) else _matrix(w, e, transposed)
-        values = None if x_values is None else cast(Tensor, _rows_of(x_values, token, rows))
-        taken, count = _rows_of(x, token, rows), rows.stop - rows.start
-        y_SN[rows] = Call("aoquant", taken, x_operand, part, w_operand, None, [count], dtype, None, values).run()
-    return y_SN
 
 
 def _hit(ends: Tensor) -> Iterator[tuple[int, slice]]:

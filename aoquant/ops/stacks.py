@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,21 +21,12 @@ from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import divide
 
 from . import codec
-from .quantized import Ask, Side
+from .quantized import CODES, Ask, Side
 from .router import CodecRequest, routed
 
 TURNED = 1 << 25  # bytes of a transposed stack that are turned at a time: what an L2 cache holds
 _LONGEST = 256  # values of a block that is encoded where it lies
 _PARTS = 256  # of an expert, at most, whose largest magnitudes are found side by side
-
-
-class Values(NamedTuple):
-    """Of a stack: values (E, N, K), in the order of the stack's memory or row by row; alpha of the operand (E * N, 1),
-    or None for 1.
-    """
-
-    values: Tensor
-    alpha: Tensor | None
 
 
 def why_not(operand: Operand, n: int) -> str | None:
@@ -52,32 +43,32 @@ def why_not(operand: Operand, n: int) -> str | None:
 
 def encode(operand: Operand, w: Tensor, transposed: bool) -> Encoded:
     """Codes of a stack (E, N, K), or (E, K, N) when `transposed`; outer is (E * N, 1), or None."""
-    return _join([_made(operand, part, None, True, True) for part in _parts(w, transposed)])
+    return _join([_made(operand, part, CODES).codes for part in _parts(w, transposed)])
 
 
-def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *, alpha_apart: bool) -> Values:
-    """Of a stack (E, N, K), or (E, K, N) when `transposed`: the GEMM's operand in `dtype` and its alpha (alpha_apart),
-    or decoded values. No codes are kept.
+def values(operand: Operand, w: Tensor, transposed: bool, ask: Ask) -> Side:
+    """What a GEMM reads of a stack (E, N, K), or (E, K, N) when `transposed`, without codes: values (E, N, K), in the
+    order of the stack's memory or row by row, and alpha (E * N, 1), or None for 1.
     """
     if transposed and _where_it_lies(operand, w):
         from .triton import stacked
 
         outer = _outer(w) if isinstance(operand.format, NVFP4) else None
-        made_EKN, alpha = stacked.values(operand.format, w, outer, dtype, alpha_apart)
-        return Values(made_EKN.transpose(1, 2), alpha)
+        assert ask.values is not None
+        made_EKN, alpha = stacked.values(operand.format, w, outer, ask.values, ask.operand)
+        return Side(None, made_EKN.transpose(1, 2), alpha)
     parts = list(_parts(w, transposed))
     experts, n, k = len(w), parts[0].shape[1], parts[0].shape[2]
     if len(parts) == 1:
-        made = _made(operand, parts[0], dtype, alpha_apart, False)
-        return Values(cast(Tensor, made.values).view(experts, n, k), made.alpha)
-    whole, alphas, start = w.new_empty(experts * n, k, dtype=dtype), list[Tensor](), 0
+        made = _made(operand, parts[0], ask)
+        return Side(None, made.matrix.view(experts, n, k), made.alpha)
+    whole, alphas, start = w.new_empty(experts * n, k, dtype=ask.values), list[Tensor](), 0
     for part in parts:  # `parts` are views; what is made of one is gone before the next
-        made = _made(operand, part, dtype, alpha_apart, False)
-        assert made.values is not None
-        whole[start : start + len(made.values)] = made.values
-        start += len(made.values)
+        made = _made(operand, part, ask)
+        whole[start : start + len(made.matrix)] = made.matrix
+        start += len(made.matrix)
         alphas += [] if made.alpha is None else [made.alpha]
-    return Values(whole.view(experts, n, k), torch.cat(alphas) if alphas else None)
+    return Side(None, whole.view(experts, n, k), torch.cat(alphas) if alphas else None)
 
 
 def why_turned(operand: Operand, k: int) -> str | None:
@@ -122,31 +113,32 @@ def _parts(w: Tensor, transposed: bool) -> Iterator[Tensor]:
     yield from w.transpose(1, 2).split(some)
 
 
-def _made(operand: Operand, w_ENK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Side:
+def _made(operand: Operand, w_ENK: Tensor, ask: Ask) -> Side:
     """Of a stack: rows are those of all experts, alpha is (E * N, 1)."""
     experts, n, k = w_ENK.shape
     w_RK = w_ENK.reshape(experts * n, k)  # a copy of what is transposed
     if not operand.per_tensor:
-        return _of_rows(operand, w_RK, dtype, alpha_apart, keep)
+        return codec.quantize(operand, w_RK, ask)
     if _takes_outer(operand, w_RK):
-        found = codec.triton.in_one_pass(operand, w_RK, dtype, alpha_apart, keep, _outer(w_RK, experts))
+        outer = _outer(w_RK, experts)
+        found = codec.triton.in_one_pass(operand, w_RK, ask.values, ask.operand, ask.codes, outer)
         assert found.alpha is not None
         alpha, e = found.alpha.expand(experts, n).reshape(-1, 1), found.encoded
         return Side(None if e is None else e._replace(outer=alpha), found.values, alpha)
-    return _join_made([_one(operand, w_NK, dtype, alpha_apart, keep) for w_NK in w_RK.view(experts, n, k)])
+    sides = [_one(operand, w_NK, ask) for w_NK in w_RK.view(experts, n, k)]
+    codes = [s.encoded for s in sides if s.encoded is not None]
+    values = [s.values for s in sides if s.values is not None]
+    alphas = [s.alpha for s in sides if s.alpha is not None]
+    return Side(_join(codes) if codes else None, _cat(values), _cat(alphas))
 
 
-def _of_rows(operand: Operand, w_RK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Side:
-    return codec.quantize(operand, w_RK, Ask(keep, dtype, alpha_apart))
-
-
-def _one(operand: Operand, w_NK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Side:
+def _one(operand: Operand, w_NK: Tensor, ask: Ask) -> Side:
     """Of one expert, whose outer scale is made one of each row."""
-    made = _of_rows(operand, w_NK, dtype, alpha_apart, keep)
+    made, n = codec.quantize(operand, w_NK, ask), len(w_NK)
     e = made.encoded
     if e is not None and e.outer is not None:
-        e = e._replace(outer=e.outer.expand(len(w_NK), 1))
-    return Side(e, made.values, None if made.alpha is None else made.alpha.expand(len(w_NK), 1))
+        e = e._replace(outer=e.outer.expand(n, 1))
+    return Side(e, made.values, None if made.alpha is None else made.alpha.expand(n, 1))
 
 
 def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
@@ -166,22 +158,14 @@ def _outer(w: Tensor, experts: int | None = None) -> Tensor:
     return divide(bits.view(torch.float32), NVFP4.top).clamp(min=PTS_FLOOR)
 
 
-def _join_made(parts: list[Side]) -> Side:
-    encoded = None if parts[0].encoded is None else _join(parts)
-    made = [p.values for p in parts if p.values is not None]
-    alphas = [p.alpha for p in parts if p.alpha is not None]
-    return Side(encoded, torch.cat(made) if made else None, torch.cat(alphas) if alphas else None)
-
-
-def _join(parts: list[Side]) -> Encoded:
+def _join(parts: list[Encoded]) -> Encoded:
     """Codes of parts, under each other."""
-    es = [p.encoded for p in parts if p.encoded is not None]
-    if len(es) == 1:
-        return es[0]
-    columns = zip(*(e.tensors for e in es), strict=True)
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(e.tensors for e in parts), strict=True)
     codes, scale, zero, outer = (_cat([t for t in column if t is not None]) for column in columns)
     assert codes is not None
-    return Encoded(codes, scale, zero, outer, es[0].k)
+    return Encoded(codes, scale, zero, outer, parts[0].k)
 
 
 def _cat(parts: list[Tensor]) -> Tensor | None:

@@ -20,10 +20,10 @@ from torchao.quantization import FqnToConfig
 
 from aoquant._messages import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
-from aoquant.layers.experts import stacks_of
+from aoquant.experts.families import experts_of, stacks_of
+from aoquant.experts.routers import router_modules
 from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.changes import Chosen
 from aoquant.planning.heads import heads

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from aoquant._messages import check_model
-from aoquant.layers.experts import QATExperts, stacks_of
+from aoquant.experts.families import stacks_of
+from aoquant.experts.prepared import QATExperts
+from aoquant.experts.routers import router_modules
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.layers.routers import router_modules
 from aoquant.planning.choose import Choice
 from aoquant.planning.heads import heads
 from aoquant.planning.sizes import stored_bytes

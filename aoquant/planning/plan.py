@@ -23,12 +23,12 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant._messages import AoquantWarning, listed
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import HighPrecision, Operand
 from aoquant.hybrid import HybridConfig, backward_slots
 from aoquant.layers import held
 from aoquant.layers import sharded_packed as sharded
 from aoquant.layers.checks import NOT_CALIBRATED
-from aoquant.layers.experts import QATExperts
 from aoquant.layers.kinds import kind_of
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.layers.recipe import LinearRecipe

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from aoquant.layers.experts import QATExperts
+from aoquant.experts.prepared import QATExperts
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
+from aoquant.experts import sharded
+from aoquant.experts.families import is_transposed, lacks, reading_of, why_not_read
+from aoquant.experts.packed import PackedExperts, packed_experts
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import NVFP4PowerOfTwo, Scales
-from aoquant.layers.experts import QATExperts, is_transposed, lacks
-from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared
-from aoquant.layers.read_stacks import reading_of, why_not_read
-from aoquant.parallel import experts as sharded
 from aoquant.parallel.fsdp import GATHER, layer_class, swap_class
 from aoquant.parallel.linear import all_finite
 from aoquant.planning import half

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.layers.experts import stacks_of
+from aoquant.experts.families import stacks_of
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
 from aoquant.ops import gemm_request

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aoquant.experts.families import stacks_of
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
-from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.recipe import LinearRecipe

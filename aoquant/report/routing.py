@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from aoquant._messages import check_model
-from aoquant.layers.routers import experts_of, routers_of
+from aoquant.experts.families import experts_of
+from aoquant.experts.routers import routers_of
 from aoquant.report.measure import run, undisturbed
 
 _INDEX = ("top_k_index", "router_indices")  # the name of a forward's second argument

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aoquant.experts.families import is_transposed, stacks_of
+from aoquant.experts.packed import PackedExperts
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Operand
 from aoquant.formats.tiles import HEALTHY
-from aoquant.layers.experts import QATExperts, is_transposed, stacks_of
 from aoquant.layers.kinds import is_packed, matrix_of
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.planning.sizes import stored_bytes

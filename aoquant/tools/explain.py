@@ -16,9 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops, serving
+from aoquant.experts.families import stacks_of
+from aoquant.experts.packed import PackedExperts
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Operand
-from aoquant.layers.experts import QATExperts, stacks_of
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import CodecRequest, gemm_request, router

@@ -30,9 +30,9 @@ from aoquant import (
     save_pretrained,
     unpack_,
 )
+from aoquant.experts.packed import PackedExperts
+from aoquant.experts.prepared import QATExperts
 from aoquant.export.joined import joined_rows
-from aoquant.layers.experts import QATExperts
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.report import verify
 from aoquant.tensor import PackedTensor, same_bits
 

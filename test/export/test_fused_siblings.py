@@ -16,7 +16,7 @@ from torchao.quantization import quantize_ as torchao_quantize
 from transformers import AutoModelForCausalLM
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, convert_checkpoint, export, load_pretrained, quantize_
-from aoquant.layers.packed_experts import PackedExperts
+from aoquant.experts.packed import PackedExperts
 from aoquant.planning.fused import share_outer_scales, siblings
 from aoquant.recipes import get_recipe
 from aoquant.tensor import same_bits

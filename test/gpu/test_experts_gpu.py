@@ -17,9 +17,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import aoquant
 from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, ops, quantize_
+from aoquant.experts import prepared as experts_module
 from aoquant.formats import get_operand
-from aoquant.layers import experts as experts_module
 from aoquant.ops import stacks
+from aoquant.ops.quantized import Ask
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +92,7 @@ def test_stacks_are_encoded_as_their_experts(
     if n == 1024 and not transposed:
         monkeypatch.setattr(stacks, "_one", one)
     whole = stacks.encode(operand, given, transposed)
-    made = {apart: stacks.values(operand, given, transposed, BF16, alpha_apart=apart) for apart in (True, False)}
+    made = {apart: stacks.values(operand, given, transposed, Ask(False, BF16, apart)) for apart in (True, False)}
     for e in range(experts):
         want, got = operand.encode(w[e]), stacks.expert(operand, whole, e, experts)
         assert torch.equal(got.codes, want.codes) and same(got.scale, want.scale) and same(got.zero, want.zero)
@@ -133,7 +134,7 @@ def test_a_transposed_stack_is_encoded_where_it_lies(name: str, dtype: torch.dty
     given = w.transpose(1, 2).contiguous()
     alone = [operand.encode(w[e]) for e in range(E)]
     for alpha_apart in (True, False):
-        made = stacks.values(operand, given, True, BF16, alpha_apart=alpha_apart)
+        made = stacks.values(operand, given, True, Ask(False, BF16, alpha_apart))
         form = operand.format.operand if alpha_apart else operand.format.decode
         assert made.values.transpose(1, 2).is_contiguous()
         assert same(made.values, torch.stack([form(e, BF16) for e in alone]))

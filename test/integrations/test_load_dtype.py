@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from aoquant import PackedTensor, load_pretrained, quantize_, save_pretrained
+from aoquant.experts.packed import PackedExperts
 from aoquant.layers.packed import PackedLinear
-from aoquant.layers.packed_experts import PackedExperts
 from aoquant.tensor import same_bits
 
 DTYPES = (torch.float32, torch.float16)

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from aoquant import QATConfig, quantize_, save_pretrained, verify
+from aoquant.experts.packed import PackedExperts
 from aoquant.integrations.trainer import MIN, OUTPUT, QATCallback
-from aoquant.layers.packed_experts import PackedExperts
 
 ALL: dict[str, tuple[Any, Any]] = MODELS | {
     "gemma-4": (

@@ -21,8 +21,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import aoquant
 from aoquant import PackedTensor
+from aoquant.experts.packed import PackedExperts, packed_experts
 from aoquant.formats import get_format, list_formats
-from aoquant.layers.packed_experts import PackedExperts, packed_experts
 
 RECIPES = ["int4-g32", "nvfp4", "mxfp4", "fp8", "intx3-g32-asym", "int8-row", "gridflip", "nvfp4-4over6"]
 TORCHAO = ["torchao-int8", "torchao-fp8", "torchao-intx4", "torchao-mxfp8", "torchao-nvfp4"]

@@ -21,8 +21,8 @@ from support.two_ranks import on_two_ranks
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from aoquant import cli, load_pretrained
+from aoquant.experts.packed import PackedExperts
 from aoquant.integrations import job
-from aoquant.layers.packed_experts import PackedExperts
 
 ROOT = Path(__file__).parents[2]
 EVAL = ROOT / "eval"

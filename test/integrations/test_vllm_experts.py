@@ -19,8 +19,8 @@ from torchao.quantization import FqnToConfig
 
 import aoquant
 from aoquant import IntxWeightConfig, PackedTensor, QATConfig, get_recipe, quantize_
+from aoquant.experts.packed import PackedExperts
 from aoquant.integrations import vllm, vllm_experts, vllm_sync
-from aoquant.layers.packed_experts import PackedExperts
 
 NAMES = {"mixtral": ("block_sparse_moe", "w1 w2 w3"), "qwen3-moe": ("mlp", "gate_proj down_proj up_proj")}
 CASES = [

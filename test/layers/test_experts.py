@@ -38,8 +38,8 @@ from aoquant import (
     set_fake_quant,
     unprepare,
 )
-from aoquant.layers.experts import QATExperts
-from aoquant.layers.packed_experts import PackedExperts
+from aoquant.experts.packed import PackedExperts
+from aoquant.experts.prepared import QATExperts
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -11,7 +11,7 @@ from support.expert_cases import CONFIGS, E, Holder, at_once, made, routed
 from torch import Tensor
 
 from aoquant import Hadamard, MXFP4WeightConfig, QATConfig, quantize_
-from aoquant.layers import experts, grouped, packed_experts
+from aoquant.experts import grouped, packed, stack
 
 ONCE = {name: QATConfig(CONFIGS[name]) for name in ("int4", "nvfp4", "mxfp4")} | {
     "hadamard": QATConfig(MXFP4WeightConfig(transform=Hadamard(32)))
@@ -89,7 +89,7 @@ def test_prepared_is_converted(name: str, family: str, autocast: bool, monkeypat
         calls.append(args)
         return grouped.grouped_at_once(*args)
 
-    for module in (experts, packed_experts):
+    for module in (stack, packed):
         monkeypatch.setattr(module, "grouped_at_once", counted)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(*given)

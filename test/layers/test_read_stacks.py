@@ -38,8 +38,9 @@ from aoquant import (
     unprepare,
     verify,
 )
-from aoquant.layers.experts import QATReadExperts, stacks_of
-from aoquant.layers.packed_experts import PackedExperts
+from aoquant.experts.families import stacks_of
+from aoquant.experts.packed import PackedExperts
+from aoquant.experts.prepared import QATReadExperts
 
 H, WIDTH, E = 64, 96, 4
 BF16 = torch.bfloat16

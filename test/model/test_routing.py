@@ -43,9 +43,9 @@ from aoquant import (
     report,
     router_drift,
 )
+from aoquant.experts.routers import routers_of
 from aoquant.integrations.trainer import DRIFT, QATCallback
 from aoquant.layers.qat import QATLinear
-from aoquant.layers.routers import routers_of
 from aoquant.report.routing import changed_share, drift
 
 BATCH = {"input_ids": IDS}

@@ -12,6 +12,7 @@ from aoquant import ops
 from aoquant.formats import Encoded, get_operand
 from aoquant.ops import stacks
 from aoquant.ops.grouped import BLOCK, _blocks
+from aoquant.ops.quantized import Ask
 
 E, N, K = 5, 48, 64
 SIZES = (0, 7, 1, 0, 9)  # rows of each expert
@@ -47,7 +48,7 @@ def test_a_stack_is_its_experts(name: str, transposed: bool, monkeypatch: pytest
             outer = None if want.outer is None else want.outer.expand(N, 1)
             assert not unequal_parts(got, want._replace(outer=outer))
         for alpha_apart in (True, False):
-            made = stacks.values(operand, given, transposed, torch.bfloat16, alpha_apart=alpha_apart)
+            made = stacks.values(operand, given, transposed, Ask(False, torch.bfloat16, alpha_apart))
             form = operand.format.operand if alpha_apart else operand.format.decode
             assert made.values is not None
             assert torch.equal(made.values.view(E, N, K), torch.stack([form(e, torch.bfloat16) for e in alone]))
@@ -81,6 +82,7 @@ def test_grouped_gemms_are_those_of_each_expert(activation: str, transposed: boo
     assert torch.equal(y, again)
     grad = torch.randn(s, N).bfloat16()
     dx = ops.grouped_dgrad(grad, ends, given, operand, transposed)
+    assert torch.equal(ops.grouped_dgrad(grad, ends, stacks.encode(operand, w, False), operand, False), dx)
     dw = ops.grouped_wgrad(grad, ends, x, token, x_operand, transposed)
     dw = dw.transpose(1, 2) if transposed else dw
     for e, r in hit:
@@ -117,6 +119,7 @@ def test_ops_say_what_they_return() -> None:
         (ops.grouped_mm, (x_q, None, token, ends, packed, row, operand, False, torch.bfloat16)),
         (ops.grouped_mm, (x, None, token, ends, w.transpose(1, 2).contiguous(), None, operand, True, torch.bfloat16)),
         (ops.grouped_dgrad, (grad, ends, w, operand, False)),
+        (ops.grouped_dgrad, (grad, ends, packed, operand, False)),
         (ops.grouped_wgrad, (grad, ends, x_q, token, row, True)),
         (ops.gathered_sum, (grad[:12], torch.arange(12).view(6, 2))),
         (ops.grouped_bias, (grad, torch.randn(E, N).bfloat16(), torch.arange(17) % E)),

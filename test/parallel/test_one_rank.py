@@ -34,8 +34,8 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
+from aoquant.experts.prepared import QATExperts
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
-from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLayer
 from aoquant.recipes import get_recipe
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aoquant import Int4WeightConfig
+from aoquant.experts import sharded as parallel
 from aoquant.formats import Scales, get_operand
-from aoquant.parallel import experts as parallel
 from aoquant.parallel import linear
 from aoquant.planning import stacks
 from aoquant.planning.changes import Chosen

@@ -149,7 +149,7 @@ USES = [
 ]
 # read with a default or a fallback where it is missing: what it tells is of other libraries, or nothing is lost
 OPTIONAL = {
-    "_apply_gate": "of transformers' experts, whose protocol is probed (layers/experts.py)",
+    "_apply_gate": "of transformers' experts, whose protocol is probed (experts/families.py)",
     "_data": "of os.environ: with another Python it is asked the slow way",
     "_experts_implementation": "of a transformers config",
     "_fsdp_flattened": "of FSDP1's parameters",

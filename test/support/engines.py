@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from aoquant.experts.families import stacks_of
 from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.integrations.vllm_experts import owner_in_files
-from aoquant.layers.experts import stacks_of
 
 ROOT = Path(__file__).parents[2]
 IDS_SHAPE = (8, 256)

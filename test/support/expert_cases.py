@@ -33,7 +33,7 @@ from aoquant import (
     NVFP4WeightConfig,
     get_format,
 )
-from aoquant.layers.experts import is_transposed, stacks_of
+from aoquant.experts.families import is_transposed, stacks_of
 from aoquant.ops import grouped
 
 H, WIDTH, E = 64, 96, 4

@@ -22,7 +22,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import PackedTensor, QATConfig, calibrate, get_recipe, list_recipes, quantize_
 from aoquant.calibrate import uncalibrated
-from aoquant.layers.routers import experts_of
+from aoquant.experts.families import experts_of
 
 BF16 = torch.bfloat16
 STATIC: dict[str, Any] = {

@@ -3,10 +3,9 @@
 A rank then holds whole experts, so it encodes its own without a word to others. A forward meets a DTensor in two cases:
 
 - expert parallelism, prepared or converted: every rank has all tokens, computes those of its own experts, and the
-  results of all ranks are summed; gradients of tokens and of routing weights are summed in backward. Every token's
-  result comes from the ranks that have its experts, and zeros from the others.
+  results of all ranks are summed; gradients of tokens and of routing weights are summed in backward.
 - FSDP2, converted: ranks have tokens of their own, so the codes and scales are gathered for the call, at a fraction of
-  the float bytes. Prepared experts need nothing, as FSDP2 puts the whole float parameters in their place.
+  the float bytes. For prepared experts FSDP2 puts the whole float parameters in their place.
 
 Which of them it is, is noted on the module when it is converted. The forward itself is the module's own: it runs with
 other parameters in their places.

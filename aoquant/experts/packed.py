@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from aoquant.formats import Encoded
+from aoquant.experts.grouped import Rows, grouped_at_once, grouped_in_a_loop, why_not_at_once
 from aoquant.layers.checks import compute_dtype
 from aoquant.layers.function import quantized_linear
-from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
 from aoquant.layers.packed_moves import cut_columns, cut_rows
 from aoquant.tensor import PackedTensor
 
@@ -142,12 +141,12 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
                 f"expert {index} is ({got}) and expert 0 ({wanted}): stacked experts have one format, shape and dtype"
             )
     columns = [[getattr(e, name) for e in experts] for name in _PARTS]
-    stacked = [None if c[0] is None else _stacked(c) for c in columns]
-    return experts[0]._like(PackedExperts, [*stacked, None], None, None, transposed=transposed)
+    parts = [None if c[0] is None else stacked(c) for c in columns]
+    return experts[0]._like(PackedExperts, [*parts, None], None, None, transposed=transposed)
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """torch.stack, which knows no float8 under autocast."""
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return torch.stack, which knows no float8 under autocast."""
     if parts[0].element_size() > 1:
         return torch.stack(list(parts))
     return torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)
@@ -276,24 +275,17 @@ def _grouped_mm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
     """(S, N). offsets: for each expert, the row after its last."""
-    experts = w_EKN.shape[0]
     if compute_dtype(x_SK) == torch.bfloat16 == compute_dtype(w_EKN):
-        e = w_EKN.encoded
-        codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in e.tensors)
-        assert codes is not None
-        stack = Encoded(codes, scale, zero, outer, e.k)
-        compiled = torch.compiler.is_compiling()
-        if why_not_at_once(w_EKN.recipe, stack, False, experts, op_on_cpu=compiled) is None:
+        stack = w_EKN.encoded
+        if why_not_at_once(w_EKN.recipe, stack) is None:
             return grouped_at_once(x_SK, stack, Rows(offsets.to(torch.int32)), w_EKN.recipe)
     return _in_a_loop(x_SK, w_EKN, offsets)
 
 
 @torch.compiler.disable
 def _in_a_loop(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
-    ends: list[int] = offsets.tolist()
-    n = w_EKN.shape[-1]
-    y = grouped_linear(x_SK[: ends[-1]], lambda e: w_EKN.expert(e).encoded, ends, n, w_EKN.recipe)
-    return torch.cat([y, y.new_zeros(len(x_SK) - ends[-1], n)]) if ends[-1] < len(x_SK) else y
+    return grouped_in_a_loop(x_SK, lambda e: w_EKN.expert(e).encoded, offsets.tolist(), w_EKN.shape[-1], w_EKN.recipe)
 
 
-torch.serialization.add_safe_globals([PackedExperts])
+# old files name it by the module that it was in
+torch.serialization.add_safe_globals([PackedExperts, (PackedExperts, "aoquant.layers.packed_experts.PackedExperts")])

@@ -15,15 +15,10 @@ import re
 from torch import nn
 
 from aoquant._messages import check_model
-from aoquant.layers.experts import stacks_of
+from aoquant.experts.families import stacks_of
 
 _ROUTER = re.compile("router", re.IGNORECASE)
 _GATE = re.compile(r"(^|_)(gate|gating|wg)$|(Gate|Gating)$")
-
-
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with stacked experts, by name."""
-    return {name: m for name, m in model.named_modules() if stacks_of(m)}
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
