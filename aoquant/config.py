@@ -219,7 +219,7 @@ class MXFP4WeightConfig(WeightConfig):
             self.rule = "rceil" if self.numerics == "ao" else "absmax"
         format = self.weight_format()
         if self.activation == "default":
-            self.activation = "mxfp4" if isinstance(format, MX) else format.name
+            self.activation = "mxfp4" if self.numerics == "ao" and self.rule in MX_RULES else format.name
 
     def weight_format(self) -> Format | Operand:
         numerics = choice(self, "numerics", "ao", "xx", "qutlass")
@@ -276,8 +276,7 @@ class NVFP4WeightConfig(WeightConfig):
             self.pts = 0.1
         format = self.weight_format()
         if self.activation == "default":
-            same = dataclasses.replace(format, tile=1) if isinstance(format, NVFP4Dialect) else None
-            self.activation = "nvfp4-row" if same is None else same.name
+            self.activation = "nvfp4-row" if self.numerics == "ao" else format.beside.name
 
     def weight_format(self) -> Format:
         numerics = choice(self, "numerics", "ao", "te", "xx", "qutlass")
@@ -324,7 +323,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        if self.activation and isinstance(get_operand(self.activation.removesuffix("-static")).format, GridFlip):
+        if self.activation and any(get_operand(self.activation.removesuffix("-static")).format.shifts):
             raise ValueError(
                 f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4-row' or 'fouroversix-row'"
             )

@@ -26,7 +26,7 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import ops
 from aoquant._messages import AoquantWarning, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
-from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales, tiles
+from aoquant.formats import Encoded, MXFP4Dialect, Operand, Scales, tiles
 from aoquant.layers import direct_reads, fast_path, replaced
 from aoquant.layers import sharded_packed as sharded
 from aoquant.layers.learned_scales import not_positive
@@ -402,7 +402,9 @@ def _instead(operand: Operand) -> str:
     base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "
-    if isinstance(base, MX | MXFP4Dialect) or base.reach == "tensor":  # MX has no outer scale, and a dynamic one fits
+    if (
+        base.block_scale == torch.float8_e8m0fnu or base.reach == "tensor"
+    ):  # MX has no outer scale, and a dynamic one fits
         return ""
     return "give the weight an outer scale that fits it (outer='dynamic', or a smaller pts), or "
 

@@ -17,6 +17,7 @@ compressed-tensors 0.20 `compressors/`, `quantization/`; vLLM 0.32 `compressed_t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +26,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 
-from aoquant.export.targets import Stored, Unfit, is_nvfp4, one_outer, power_of_two, recipe_name, symmetric
-from aoquant.formats import (
-    MX,
-    NVFP4,
-    Affine,
-    Float8,
-    Format,
-    Ggml,
-    Int4,
-    Operand,
-    TinyGemm,
-    get_format,
-)
+from aoquant.export.targets import Stored, Unfit, one_outer, power_of_two, recipe_name, symmetric
+from aoquant.formats import MX, Affine, Float8, Format, Operand, get_format
+from aoquant.formats.ggml import KINDS
 from aoquant.serving import differences
 from aoquant.tensor import PackedTensor
 
@@ -68,26 +59,27 @@ def store(p: PackedTensor) -> Stored:
     return Stored({**tensors, **input_tensors}, scheme, tuple(differences(p.recipe, "vllm")))
 
 
-def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    e = p.encoded
-    if isinstance(format, Affine):
-        return _affine(format, p)
-    if isinstance(format, Float8) and format.element == "e4m3":
-        assert e.scale is not None
-        strategy = {"row": "channel", "tensor": "tensor", "block": "block"}[format.per]
-        block = [format.rows, format.cols] if format.per == "block" else None
-        scale = e.scale.reshape(1) if format.per == "tensor" else e.scale
-        args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=block)
-        return {"weight": e.codes, "weight_scale": scale}, args
-    if isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
-        assert e.scale is not None
-        bits, name = (4, "weight_packed") if format.element == "e2m1" else (8, "weight")
-        args = QuantizationArgs(num_bits=bits, type="float", strategy="group", group_size=32, **_E8M0)
-        return {name: e.codes, "weight_scale": e.scale.view(torch.uint8)}, args
-    if is_nvfp4(format):
-        return _nvfp4(format, p)
-    integers = isinstance(format, Int4 | TinyGemm) and format.block
-    raise Unfit(f"no scheme holds {format.name}", _instead(format, p), symmetric(integers) if integers else None)
+def _weight(format: Any, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
+    if (stored := _SCHEMES.get(format.standard)) is not None:
+        return stored(format, p)
+    group = format.block if format.element == "int4" else None
+    raise Unfit(f"no scheme holds {format.name}", _instead(format, p), symmetric(group) if group else None)
+
+
+def _float8(format: Float8, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
+    assert p.scale is not None
+    strategy = {"row": "channel", "tensor": "tensor", "block": "block"}[format.per]
+    block = [format.rows, format.cols] if format.per == "block" else None
+    scale = p.scale.reshape(1) if format.per == "tensor" else p.scale
+    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=block)
+    return {"weight": p.qdata, "weight_scale": scale}, args
+
+
+def _mx(format: MX, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
+    assert p.scale is not None
+    name = "weight_packed" if format.bits == 4 else "weight"
+    args = QuantizationArgs(num_bits=format.bits, type="float", strategy="group", group_size=32, **_E8M0)
+    return {name: p.qdata, "weight_scale": p.scale.view(torch.uint8)}, args
 
 
 def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
@@ -135,36 +127,46 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
     return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer}, args
 
 
+# by `Format.standard`
+_SCHEMES: dict[str, Callable[[Any, PackedTensor], tuple[dict[str, Tensor], QuantizationArgs]]] = {
+    "int": _affine,
+    "fp8": _float8,
+    "mxfp8": _mx,
+    "mxfp4": _mx,
+    "nvfp4": _nvfp4,
+}
+
+
 def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor]]:
     """Return the arguments of a layer's input in the format called `name`, "" for none, and the tensors they need."""
     if not name:
         return None, {}
-    format = get_format(name)
+    format: Any = get_format(name)
+    kind = format.standard
     args: dict[str, Any] = {"num_bits": 8, "type": "float", "dynamic": True, "observer": None}
     tensors: dict[str, Tensor] = {}
-    if isinstance(format, Affine) and (format.width, format.per) == (8, "row"):
+    if kind == "int" and (format.width, format.per) == (8, "row"):
         args |= {"type": "int", "strategy": "token", "symmetric": format.mapping == "symmetric"}
-    elif isinstance(format, Float8) and (format.element, format.per, format.fixed) == ("e4m3", "row", ()):
+    elif kind == "fp8" and format.per == "row":
         args |= {"strategy": "token"}
-    elif isinstance(format, Float8) and (format.element, format.rows, format.cols) == ("e4m3", 1, 128):
+    elif kind == "fp8" and (format.rows, format.cols) == (1, 128):
         args |= {"strategy": "group", "group_size": 128}
-    elif isinstance(format, Affine | Float8) and format.per == "tensor" and len(format.fixed) == 1 and format.bits == 8:
-        args |= {"type": "int" if isinstance(format, Affine) else "float", "strategy": "tensor", "dynamic": False}
-        tensors = {"input_scale": torch.tensor([float(format.fixed[0])], device="cpu")}
-    elif isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
+    elif kind in ("int", "fp8") and format.bits == 8 and len(format.fixed) == 1:
+        args |= {"type": "int" if kind == "int" else "float", "strategy": "tensor", "dynamic": False}
+        tensors = {"input_scale": static_scale(format)}
+    elif kind in ("mxfp4", "mxfp8"):
         args |= {"num_bits": format.bits, "strategy": "group", "group_size": 32, **_E8M0}
-    elif type(format) is NVFP4 and format.outer == "static":
-        assert format.pts is not None
-        outer = torch.tensor([format.pts], device="cpu")
+    elif format.name.startswith("nvfp4-static:"):  # and no format of other codes in the same layout
+        outer = torch.tensor(format.fixed, device="cpu")
         divisor = outer.reciprocal()
         if not torch.equal(divisor.reciprocal(), outer):
             raise Unfit(
-                f"its activations' outer scale {format.pts:.6g} is stored as a reciprocal, whose reciprocal is another number",
+                f"its activations' outer scale {format.fixed[0]:.6g} is stored as a reciprocal, whose reciprocal is another number",
                 "train the recipe vllm-nvfp4, which calibrates powers of two",
             )
         args |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, **_E4M3, "dynamic": "local"}
         tensors = {"input_global_scale": divisor}
-    elif type(format) is NVFP4:
+    elif format.name in ("nvfp4", "nvfp4-row", "nvfp4-none"):
         raise Unfit(
             f"its activations ({name}) make an outer scale in every call, and readers hold a calibrated one",
             "train the recipe vllm-nvfp4, whose are calibrated, or vllm-nvfp4-weight without quantised activations",
@@ -172,6 +174,12 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor]]:
     else:
         raise Unfit(f"no scheme holds {name} activations", "train with int8-row-vllm, fp8-row-vllm, mxfp4-even or none")
     return QuantizationArgs(**args), tensors
+
+
+def static_scale(format: Any) -> Tensor:
+    """Return the scale (1,) float32 of a static format: TransformerEngine's hold its reciprocal as their constant."""
+    scale: Tensor = format.alpha(format.encode(torch.zeros(1, 1, device="cpu")))
+    return scale.reshape(1)
 
 
 def _integers(p: PackedTensor) -> Tensor:
@@ -205,29 +213,27 @@ def _recipe_name(weight: str, p: PackedTensor) -> str:
     return recipe_name(weight, p.activation.partition(":")[0])
 
 
-def _instead(format: Format | Operand, p: PackedTensor) -> str:
+def _instead(format: Any, p: PackedTensor) -> str:
     """The recipe of the nearest format that a folder can hold, as advice."""
-    if isinstance(format, Int4 | TinyGemm) and format.block:
+    if format.element == "int4":
         near = _recipe_name(f"intx4-g{format.block}", p)
         return f"train the recipe {_recipe_name(f'intx4-g{format.block}-asym', p)} (integer zero points) or {near} (symmetric)"
-    if isinstance(format, Ggml):
-        asym = "-asym" if format.kind == "q4_1" else ""
+    if format.standard in KINDS:
+        asym = "-asym" if format.standard == "q4_1" else ""
         return f"train the recipe {_recipe_name(f'intx{format.bits}-g{format.block}{asym}', p)}"
     if format.bits == 4 and format.block == 16:
         return _nvfp4_recipe(p)
     if format.bits == 4 and format.block == 32:
         return f"train the recipe {recipe_name('mxfp4-even', 'mxfp4-even' if _rounded(p) else '')}"
-    if isinstance(format, Float8 | MX):
+    if format.element in ("e4m3", "e5m2"):
         plain = format.name.replace("-e5m2", "").removesuffix("-32x32")
         return f"train its e4m3 form, the recipe {_recipe_name(plain, p)}"
-    if isinstance(format, Operand):
-        return f"train the recipe {_recipe_name(format.format.name, p)}"
     return f"train the recipe {_recipe_name(f'intx{min(max(format.bits, 2), 8)}-g{format.block or 128}', p)}"
 
 
 def _behind(format: Format, p: PackedTensor) -> str:
     """Advice for a format that stands behind a transform."""
-    return f"train the recipe {_recipe_name(format.name, p)}" if isinstance(format, Affine) else _instead(format, p)
+    return f"train the recipe {_recipe_name(format.name, p)}" if format.standard == "int" else _instead(format, p)
 
 
 def _intx(format: Affine, per: str = "") -> str:

@@ -23,8 +23,8 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from aoquant.export.targets import Stored, Unfit, is_nvfp4, one_outer, recipe_name
-from aoquant.formats import MX, Affine, Format, Ggml, Operand, layout
+from aoquant.export.targets import Stored, Unfit, one_outer, recipe_name
+from aoquant.formats import Format, Operand, layout
 from aoquant.tensor import PackedTensor
 
 _UNROUNDED = "llama.cpp multiplies by code * scale in float32, which training rounded to {}: train q4_0, q4_1 or q8_0 for equal values"
@@ -33,16 +33,17 @@ _UNROUNDED = "llama.cpp multiplies by code * scale in float32, which training ro
 # ggml type -> (whether it holds a format, given whether that has zero points; bytes of a scale, None for float16;
 # values whose first half is in the low nibbles, 0 for whole bytes)
 _TYPES: dict[Type, tuple[Callable[[Any, bool], bool], int | None, int]] = {
-    Type.Q4_0: (lambda f, zero: _is_affine(f, 4) and not zero, None, 32),
-    Type.Q4_1: (lambda f, zero: _is_affine(f, 4) and zero, None, 32),
-    Type.Q8_0: (lambda f, zero: _is_affine(f, 8) and not zero, None, 0),
-    Type.MXFP4: (lambda f, zero: isinstance(f, MX) and f.element == "e2m1", 1, 32),
-    Type.NVFP4: (lambda f, zero: is_nvfp4(f), 4, 16),
+    Type.Q4_0: (lambda f, zero: f.standard == "q4_0" or (_is_affine(f, 4) and not zero), None, 32),
+    Type.Q4_1: (lambda f, zero: f.standard == "q4_1" or (_is_affine(f, 4) and zero), None, 32),
+    Type.Q8_0: (lambda f, zero: f.standard == "q8_0" or (_is_affine(f, 8) and not zero), None, 0),
+    Type.MXFP4: (lambda f, zero: f.standard == "mxfp4", 1, 32),
+    Type.NVFP4: (lambda f, zero: f.standard == "nvfp4", 4, 16),
 }
 
 
 def _is_affine(format: Any, bits: int) -> bool:
-    return isinstance(format, Affine) and format.width == bits and format.group % 32 == 0 and format.per != "tensor"
+    whole = format.standard == "int" and format.width == bits and format.group % 32 == 0
+    return whole and format.per != "tensor"
 
 
 def store(p: PackedTensor) -> Stored:
@@ -53,14 +54,9 @@ def store(p: PackedTensor) -> Stored:
         Unfit: no ggml type holds the layer's numbers.
     """
     format = p.weight_format
-    if isinstance(format, Ggml):
-        type = Type[format.kind.upper().removesuffix("-X86")]
-    elif (
-        found := next((t for t, (holds, *_) in _TYPES.items() if holds(format, p.zero_point is not None)), None)
-    ) is None:
+    type = next((t for t, (holds, *_) in _TYPES.items() if holds(format, p.zero_point is not None)), None)
+    if type is None:
         raise Unfit(f"no ggml type holds {format.name}", _instead(format))
-    else:
-        type = found
     rows, k = p.shape
     if p.recipe.transform is not None:
         raise Unfit(f"{p.format} stands behind a transform, which the file cannot carry", "train without it")
@@ -87,7 +83,7 @@ def _heads(p: PackedTensor, type: Type) -> list[Tensor]:
         return [p.scale.view(torch.uint8).reshape(rows, -1, width)]
     scale = _by_block(p.scale, rows, k)
     found = [_half(scale, p.format, "scales")]
-    if p.zero_point is not None and isinstance(p.weight_format, Ggml):
+    if p.zero_point is not None and p.weight_format.standard == "q4_1":
         found.append(_half(p.zero_point, p.format, "minima"))
     elif p.zero_point is not None:  # (q - zp) s = (q + 8) s - (zp + 8) s: the codes of the file count from 0
         found.append(_half(-(_by_block(p.zero_point, rows, k).float() + 8) * scale.float(), p.format, "minima"))
@@ -112,10 +108,11 @@ def _half(t: Tensor, name: str, what: str) -> Tensor:
 
 def _codes(p: PackedTensor, type: Type) -> Tensor:
     """Return (N, blocks, bytes) uint8. Nibbles of Affine's codes count from the smallest code, as ggml's do."""
-    format, rows, half = p.weight_format, len(p), _TYPES[type][2]
+    format: Any = p.weight_format
+    rows, half = len(p), _TYPES[type][2]
     if not half:
-        assert isinstance(format, Affine | Ggml)
-        return format.integers(p.encoded).view(torch.uint8).reshape(rows, -1, 32)
+        integers: Tensor = format.integers(p.encoded)
+        return integers.view(torch.uint8).reshape(rows, -1, 32)
     # the first half of a block in the low nibbles, the second in the high ones
     low, high = layout.unpack(p.qdata, 4, p.k).reshape(rows, -1, 2, half // 2).unbind(2)
     codes = low | (high << 4)
@@ -123,8 +120,9 @@ def _codes(p: PackedTensor, type: Type) -> Tensor:
 
 
 def _notes(p: PackedTensor) -> tuple[str, ...]:
-    notes, scale, format = list[str](), p.scale, p.weight_format
-    if isinstance(format, Affine) and not format.stored and scale is not None and scale.dtype != torch.float32:
+    notes, scale = list[str](), p.scale
+    format: Any = p.weight_format
+    if format.standard == "int" and not format.stored and scale is not None and scale.dtype != torch.float32:
         notes.append(_UNROUNDED.format(str(scale.dtype).removeprefix("torch.")))
     if p.activation != "q8_0-x86":
         trained = p.activation.partition(":")[0] or "high precision"  # without a calibrated scale: one note for all
@@ -135,6 +133,4 @@ def _notes(p: PackedTensor) -> tuple[str, ...]:
 def _instead(format: Format | Operand) -> str:
     if format.bits == 8:
         return f"train the recipe {recipe_name('q8_0', 'q8_0-x86')}"
-    if isinstance(format, MX):
-        return f"train the recipe {recipe_name('mxfp4')}"
     return f"train the recipe {recipe_name('q4_0', 'q8_0-x86')} or {recipe_name('q4_1')}"

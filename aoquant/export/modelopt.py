@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from aoquant.export.advice import other_formats
+from aoquant.export.compressed import static_scale
 from aoquant.export.contents import Contents
 from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
-from aoquant.export.targets import Description, Stored, Unfit, is_nvfp4, one_outer
-from aoquant.formats import NVFP4, Float8, Format, Operand, get_format
+from aoquant.export.targets import Description, Stored, Unfit, one_outer
+from aoquant.formats import get_format
 from aoquant.serving import differences
 from aoquant.tensor import PackedTensor
 
@@ -39,40 +40,41 @@ def store(p: PackedTensor) -> Stored:
         Unfit: no algorithm of this layout holds the layer's numbers.
     """
     format, x = p.weight_format, get_format(p.activation) if p.activation else None
-    if is_nvfp4(format):
+    if format.standard == "nvfp4":
         return _nvfp4(p, x)
-    if isinstance(format, Float8) and format.element == "e4m3" and format.per != "block":
-        return _float8(format, p, x)
+    if format.standard == "fp8" and format.block is None:
+        return _float8(p, x)
     raise Unfit(
         f"this layout holds nvfp4 and fp8, not {format.name}",
         "train the recipe vllm-nvfp4 or vllm-fp8" if p.activation else "train the recipe vllm-nvfp4-weight",
     )
 
 
-def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
+def _nvfp4(p: PackedTensor, x: Any) -> Stored:
     assert p.scale is not None
     outer = one_outer(p, "the layout one for the layer", "train nvfp4")
     tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}
     if x is None:
         return Stored(tensors, "W4A16_NVFP4")
-    if not (type(x) is NVFP4 and x.outer == "static"):
+    if not x.name.startswith("nvfp4-static:"):
         raise Unfit(
             f"its activations ({p.activation}) have no calibrated outer scale",
             "train the recipe vllm-nvfp4, whose are calibrated, or vllm-nvfp4-weight without quantised activations",
         )
-    assert x.pts is not None
-    return Stored({**tensors, "input_scale": torch.tensor(x.pts, device="cpu")}, "NVFP4")
+    return Stored({**tensors, "input_scale": torch.tensor(x.fixed[0], device="cpu")}, "NVFP4")
 
 
-def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stored:
+def _float8(p: PackedTensor, x: Any) -> Stored:
     assert p.scale is not None
-    if format.per == "row" and isinstance(x, Float8) and (x.per, x.fixed) == ("row", ()):
+    formats: tuple[Any, ...] = p.weight_format, x
+    pair = [f.per if f is not None and f.standard == "fp8" else "" for f in formats]
+    if pair == ["row", "row"]:
         tensors = {"weight": p.qdata, "weight_scale": p.scale.flatten()}
         return Stored(tensors, "FP8_PER_CHANNEL_PER_TOKEN", tuple(differences(p.recipe, "vllm")))
-    if format.per == "tensor" and isinstance(x, Float8) and x.per == "tensor" and x.fixed:
+    if pair == ["tensor", "tensor"] and x.fixed:
         scales: dict[str, Tensor] = {
             "weight_scale": p.scale.reshape(()),
-            "input_scale": torch.tensor(float(x.fixed[0]), device="cpu"),
+            "input_scale": static_scale(x).reshape(()),
         }
         return Stored({"weight": p.qdata, **scales}, "FP8")
     raise Unfit(

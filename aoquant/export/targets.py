@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from aoquant.config import WeightConfig
-from aoquant.formats import NVFP4, FourOverSix, GridFlip
 from aoquant.recipes import list_recipes
 from aoquant.tensor import PackedTensor
 
@@ -63,11 +62,6 @@ def power_of_two(t: Tensor) -> bool:
     """Whether every value is a normal power of two, by which multiplying and dividing are exact."""
     mantissa, _ = t.float().frexp()
     return bool(((mantissa == 0.5) & (t > 0)).all())
-
-
-def is_nvfp4(format: Any) -> bool:
-    """Return whether a format has NVFP4's codes and a scale for each block of 16 values, as every layout stores it."""
-    return isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip) and format.tile_rows == 1
 
 
 def one_outer(p: PackedTensor, holder: str, instead: str) -> Tensor:

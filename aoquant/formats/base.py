@@ -105,9 +105,67 @@ class Format:
         raise NotImplementedError
 
     @property
+    def element(self) -> str:
+        """What a code stands for: "e2m1", "e4m3", "e5m2", "int4" where a group has a real offset, "int" for other
+        integers; "" for values as they are.
+        """
+        return ""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether values are stored as they are."""
+        return False
+
+    @property
     def block(self) -> int | None:
         """Values along K that share a scale; None when a whole row or more does."""
         return None
+
+    @property
+    def block_scale(self) -> torch.dtype | None:
+        """dtype of a block's scale where it takes one byte, float8_e8m0fnu or float8_e4m3fn; None for others."""
+        return None
+
+    @property
+    def sums_blocks(self) -> bool:
+        """Whether a GEMM with another such format sums the products of each block before its scales multiply them."""
+        return False
+
+    @property
+    def shifts(self) -> tuple[float, float]:
+        """What is added to the codes of a block with a negative scale, in its steps: of even and of odd blocks along
+        K.
+        """
+        return 0.0, 0.0
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether the outer scale is always a power of two, so that its reciprocal is exact."""
+        return False
+
+    @property
+    def fixed(self) -> tuple[float, ...]:
+        """The constants in place of a scale of the tensor: part of the name."""
+        return ()
+
+    @property
+    def family(self) -> str:
+        """The family of numbers: two formats of one family can be the operands of one backward GEMM. The name, for a
+        format that has no relatives.
+        """
+        return self.name
+
+    @property
+    def standard(self) -> str:
+        """The published layout whose readers decode the codes and scales as they are: "int", "fp8", "mxfp8", "mxfp4",
+        "nvfp4" or one of ggml's types; "" for none.
+        """
+        return ""
+
+    @property
+    def beside(self) -> Format:
+        """The format of an input beside a weight of this format, where a user names none."""
+        return self
 
     @property
     def tile_rows(self) -> int:
@@ -258,6 +316,10 @@ class Format:
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         """(R, K) in `dtype`: the matrix that the tensor core multiplies, without `alpha`."""
+        raise NotImplementedError
+
+    def integers(self, e: Encoded) -> Tensor:
+        """(R, K) codes as the integers that the scale multiplies, unpacked, of a format that has such."""
         raise NotImplementedError
 
     def alpha(self, e: Encoded) -> Tensor | None:

@@ -57,7 +57,16 @@ class MX(Format):
         return 4 if self.element == "e2m1" else 8
 
     block = 32  # no property: every pass over blocks asks
-    block_scale = torch.float8_e8m0fnu  # dtype of its scales
+    block_scale = torch.float8_e8m0fnu
+    outer = ""  # nothing above the blocks
+
+    @property
+    def family(self) -> str:
+        return "mxfp4" if self.element == "e2m1" else "mxfp8"
+
+    @property
+    def standard(self) -> str:
+        return {"e2m1": "mxfp4", "e4m3": "mxfp8"}.get(self.element, "") if self.tile_rows == 1 else ""
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(self._blocks(x_RK)).float()
@@ -145,7 +154,17 @@ class NVFP4(Format):
 
     element = "e2m1"
     block = 16  # no property: every pass over blocks asks
-    block_scale = torch.float8_e4m3fn  # dtype of its scales
+    block_scale = torch.float8_e4m3fn
+    family = standard = "nvfp4"
+    rule = ""  # a block's scale is no power of two
+
+    @property
+    def fixed(self) -> tuple[float, ...]:
+        return () if self.pts is None else (self.pts,)
+
+    @property
+    def beside(self) -> Format:
+        return NVFP4("row") if type(self) is NVFP4 and self.outer == "dynamic" else self
 
     @property
     def per_tensor(self) -> bool:

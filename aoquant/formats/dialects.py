@@ -31,7 +31,7 @@ Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -51,9 +51,31 @@ _HUGE = 2.0**60  # a block above it is scaled down before its values are squared
 class _E2M1(Format):
     """Base of the FP4 dialects: packed codes, and operands that are code times block scale, exact in bf16."""
 
+    element = "e2m1"
+
     @property
     def bits(self) -> int:
         return 4
+
+    @property
+    def statistic(self) -> str:
+        """What a block's scale is made of, and by which library's arithmetic."""
+        raise NotImplementedError
+
+    @property
+    def tiny(self) -> float:
+        """Added to the statistic."""
+        return 0.0
+
+    @property
+    def gain(self) -> float:
+        """The factor of y / s before it is rounded."""
+        return 1.0
+
+    @property
+    def post(self) -> float:
+        """The factor of a decoded block, after its scale and the outer scale."""
+        return reciprocal(self.gain)
 
     def scales(self, e: Encoded) -> Tensor:
         """(R, G) float32: the stored block scale of every row."""
@@ -100,20 +122,18 @@ class MXFP4Dialect(_E2M1):
 
     block = 32  # no property: every pass over blocks asks
     block_scale = torch.float8_e8m0fnu
+    family = "mxfp4"
 
     @property
-    def statistic(self) -> str:
-        """ "absmax", or "quest": the standard deviation."""
+    def statistic(self) -> str:  # "absmax", or "quest": the standard deviation
         return _MX[self.dialect].statistic
 
     @property
     def tiny(self) -> float:
-        """Added to the statistic."""
         return _MX[self.dialect].tiny
 
     @property
     def gain(self) -> float:
-        """The factor of y / s before it is rounded."""
         return _MX[self.dialect].gain
 
     def measure(self, x_RK: Tensor) -> Scales:
@@ -140,10 +160,10 @@ class MXFP4Dialect(_E2M1):
     def alpha(self, e: Encoded) -> Tensor | None:
         if self.gain == 1:
             return None
-        return torch.full((1, 1), reciprocal(self.gain), dtype=torch.float32, device=e.codes.device)
+        return torch.full((1, 1), self.post, dtype=torch.float32, device=e.codes.device)
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return self._times(e, self.scales(e) * reciprocal(self.gain)).to(dtype)
+        return self._times(e, self.scales(e) * self.post).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
@@ -188,6 +208,19 @@ class NVFP4Dialect(_E2M1, OneScale):
 
     block = 16  # no property: every pass over blocks asks
     block_scale = torch.float8_e4m3fn
+    family = "nvfp4"
+
+    @property
+    def beside(self) -> Format:
+        return replace(self, tile=1)
+
+    @property
+    def statistic(self) -> str:
+        return self.dialect
+
+    @property
+    def post(self) -> float:
+        return reciprocal(NVFP4_TOP) if self.dialect == "te" else 1.0
 
     @property
     def square(self) -> bool:
@@ -230,7 +263,7 @@ class NVFP4Dialect(_E2M1, OneScale):
 
     def alpha(self, e: Encoded) -> Tensor | None:
         assert e.outer is not None
-        return e.outer * reciprocal(NVFP4_TOP) if self.dialect == "te" else e.outer
+        return e.outer if self.post == 1 else e.outer * self.post
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return self._times(e, self._steps(e)).to(dtype)
@@ -253,7 +286,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         """(R, G) float32: the value of code 1."""
         assert e.outer is not None
         step = self.scales(e) * e.outer
-        return step * reciprocal(NVFP4_TOP) if self.dialect == "te" else step
+        return step if self.post == 1 else step * self.post
 
     def _tiles(self, v_RG: Tensor) -> Tensor:
         """The largest of each tile's rows."""

@@ -48,6 +48,7 @@ class Float8(OneScale):
     low: float | None = None
     high: float | None = None
     wide: bool = False
+    row_floor = 0.0  # under a row's absmax
 
     @classmethod
     def parse(cls, name: str) -> Float8 | None:
@@ -85,6 +86,20 @@ class Float8(OneScale):
     @property
     def bits(self) -> int:
         return 8
+
+    @property
+    def sums_blocks(self) -> bool:
+        return self.per == "block"
+
+    @property
+    def family(self) -> str:
+        if self.per == "tensor":
+            return "fp8 per tensor"
+        return "fp8 in blocks of 128" if self.block == 128 and self.rows in (1, 128) else self.name
+
+    @property
+    def standard(self) -> str:
+        return "fp8" if self.element == "e4m3" else ""
 
     @property
     def block(self) -> int | None:

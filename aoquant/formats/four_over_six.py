@@ -26,7 +26,7 @@ on from codes holds, are the scales that won.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import torch
@@ -91,7 +91,22 @@ class FourOverSix(OneScale):
     def bits(self) -> int:
         return 4
 
+    element = "e2m1"
     block = 16  # no property: every pass over blocks asks
+    block_scale = torch.float8_e4m3fn
+    effort = ""  # which flipped candidates a block has, of GridFlip
+
+    @property
+    def family(self) -> str:
+        return "nvfp4"
+
+    @property
+    def standard(self) -> str:
+        return "nvfp4" if self.tile == 1 else ""
+
+    @property
+    def beside(self) -> FourOverSix:
+        return self if self.fixed else replace(self, tile=1, outer="row")
 
     @property
     def tile_rows(self) -> int:

@@ -42,6 +42,10 @@ class Ggml(Format):
     def bits(self) -> int:
         return 8 if self.kind.startswith("q8") else 4
 
+    @property
+    def standard(self) -> str:
+        return self.kind.removesuffix("-x86")
+
     block = 32  # no property: every pass over blocks asks
 
     def measure(self, x_RK: Tensor) -> Scales:

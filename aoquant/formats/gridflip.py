@@ -30,12 +30,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .base import Encoded, Format
+from .base import Encoded
 from .blockscaled import e2m1_values
 from .contest import Contest, Outer, e4m3
 from .elements import E2M1_MAX, FLOAT8, from_float8, to_float8
@@ -96,6 +95,18 @@ class GridFlip(FourOverSix):
             "-row" if self.outer == "row" else "",
         )
         return f"gridflip{''.join(parts)}{fixed_name(self.fixed)}"
+
+    @property
+    def shifts(self) -> tuple[float, float]:
+        return self.c, -self.c if self.alternating else self.c
+
+    @property
+    def family(self) -> str:
+        return self.name
+
+    @property
+    def standard(self) -> str:
+        return ""  # its scales have signs
 
     @property
     def period(self) -> int:
@@ -168,17 +179,3 @@ class GridFlip(FourOverSix):
         shift = self._shift(s_RG1.squeeze(-1))
         shift = shift.unsqueeze(-1) if isinstance(shift, Tensor) else shift
         return torch.where(s_RG1 < 0, x_RGB + shift * step, x_RGB)
-
-
-class Shifts(NamedTuple):
-    """The shift of GridFlip's flagged blocks, even and odd ones along K; zeros for other formats."""
-
-    even: float
-    odd: float
-
-
-def shifts(f: Format) -> Shifts:
-    """Return the shifts of a weight's format."""
-    if not isinstance(f, GridFlip):
-        return Shifts(0.0, 0.0)
-    return Shifts(f.c, -f.c if f.alternating else f.c)

@@ -28,6 +28,10 @@ class HighPrecision(Format):
         return 16
 
     @property
+    def lossless(self) -> bool:
+        return True
+
+    @property
     def reach(self) -> str:
         return "block"
 

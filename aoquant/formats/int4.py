@@ -50,6 +50,7 @@ class Int4(Format):
 
     group: int = 128
     scales: str = "input"
+    element = "int4"
     per = "group"
     limits = (0, 15)  # of a code before 8 is taken off
 
@@ -68,6 +69,9 @@ class Int4(Format):
     @property
     def clips_when_held(self) -> bool:
         return False  # the range of a group covers its values by construction
+
+    def _eps(self, dtype: torch.dtype) -> float:
+        return INT4_EPS
 
     def scale_dtype(self, source: torch.dtype) -> torch.dtype:
         return torch.bfloat16 if self.scales == "bfloat16" else source

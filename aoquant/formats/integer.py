@@ -83,6 +83,8 @@ class Affine(OneScale):
     def narrow(self) -> Affine:
         return replace(self, wide=False) if self.wide else self
 
+    element = standard = "int"
+
     @property
     def bits(self) -> int:
         return self.width

@@ -53,6 +53,8 @@ class Float8Mslk(Float8):
     def name(self) -> str:
         return "fp8-row-mslk"
 
+    row_floor = ROW_FLOOR
+
     def measure(self, x_RK: Tensor) -> Scales:
         return Scales(row_scales(x_RK))
 

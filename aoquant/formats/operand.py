@@ -84,6 +84,11 @@ class Operand:
         return self.format.bits
 
     @property
+    def standard(self) -> str:
+        """The published layout of what is stored, which has no transform."""
+        return "" if self.transform else self.format.standard
+
+    @property
     def tile_rows(self) -> int:
         return self.format.tile_rows
 

@@ -43,6 +43,10 @@ class NVFP4Search(NVFP4):
 
     top = TOP
 
+    @property
+    def beside(self) -> NVFP4:
+        return NVFP4("row")
+
     def held(self, e: Encoded) -> Scales:
         """With the scales of the blocks: another candidate may give the same values by other codes."""
         return super().held(e)._replace(scale=e.scale)

@@ -47,7 +47,13 @@ EDEN_SCALE = 352.0
 
 
 class Randomized(Format):
-    """A format whose encoding draws. `encode` takes where from: nothing here reads a global generator."""
+    """A format whose encoding draws. `encode` takes where from: nothing here reads a global generator.
+
+    largest: a block's amax over its scale before it is rounded. top_scale: the scale of the largest block. least: the
+        smallest scale. Of NVFP4's blocks.
+    """
+
+    largest, top_scale, least = SR_MAX, E4M3_MAX, E4M3_FLOOR
 
     @property
     def draws(self) -> bool:
@@ -106,34 +112,38 @@ class NVFP4Stochastic(Randomized, NVFP4):
         return "nvfp4-sr"
 
     def measure(self, x_RK: Tensor) -> Scales:
-        return Scales(outer=_outer(x_RK, SR_MAX, E4M3_MAX))
+        amax = absmax(x_RK.reshape(1, -1)).float()
+        outer = divide(amax, self.largest * self.top_scale).clamp(min=8 * PTS_FLOOR)
+        return Scales(outer=outer.unsqueeze(-1))
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
-        x_RGB = self._blocks(x_RK).float()
-        scale = block_scales(x_RGB, s.outer, SR_MAX)
-        y = x_RGB * _inverse(scale, s.outer)
+        y, scale = self._scaled(x_RK, s)
         return Encoded(layout.pack(to_e2m1_stochastic(y.flatten(1), random), 4), scale, None, s.outer, x_RK.shape[1])
+
+    def _scaled(self, x_RK: Tensor, s: Scales) -> tuple[Tensor, Tensor]:
+        """(R, G, 16) values in units of their scale, and the e4m3 scales (R, G)."""
+        assert s.outer is not None
+        x_RGB = self._blocks(x_RK).float()
+        scale = block_scales(x_RGB, s.outer, self.largest, self.least)
+        return x_RGB * ((1.0 / s.outer) / scale.float()).unsqueeze(-1), scale
 
 
 @dataclass(frozen=True)
-class MSEden(Randomized, NVFP4):
+class MSEden(NVFP4Stochastic):
     """NVFP4 whose scales make up for the rounding of the codes; see above."""
+
+    largest, top_scale, least = EDEN_MAX, EDEN_SCALE, E4M3_LEAST
 
     @property
     def name(self) -> str:
         return "ms-eden"
 
-    def measure(self, x_RK: Tensor) -> Scales:
-        return Scales(outer=_outer(x_RK, EDEN_MAX, EDEN_SCALE))
-
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
-        x_RGB = self._blocks(x_RK).float()
-        scale = block_scales(x_RGB, s.outer, EDEN_MAX, E4M3_LEAST)
-        y = x_RGB * _inverse(scale, s.outer)
+        y, scale = self._scaled(x_RK, s)
         codes = to_e2m1(y.flatten(1))
         kept = sum_by_pairs(y * from_e2m1(codes).view_as(y))
         grown = torch.where(kept == 0, 1.0, sum_by_pairs(y * y) / kept)
-        rounded = to_e4m3_stochastic(scale.float() * grown, random.in_blocks(x_RGB.shape[-1]))
+        rounded = to_e4m3_stochastic(scale.float() * grown, random.in_blocks(self.block))
         return Encoded(layout.pack(codes, 4), rounded, None, s.outer, x_RK.shape[1])
 
 
@@ -157,20 +167,6 @@ def _round(t: Tensor, random: Random) -> Tensor:
     """
     down = t.floor()
     return down + (random.uniform(t) < t - down)
-
-
-def _outer(x_RK: Tensor, amax_over_scale: float, largest_scale: float) -> Tensor:
-    """(1, 1): the outer scale under which the scale of the largest block is `largest_scale`."""
-    return (
-        divide(absmax(x_RK.reshape(1, -1)).float(), amax_over_scale * largest_scale)
-        .clamp(min=8 * PTS_FLOOR)
-        .unsqueeze(-1)
-    )
-
-
-def _inverse(scale: Tensor, outer: Tensor | None) -> Tensor:
-    assert outer is not None
-    return ((1.0 / outer) / scale.float()).unsqueeze(-1)
 
 
 def parse(name: str) -> Format | None:

@@ -102,6 +102,8 @@ class NVFP4PowerOfTwo(NVFP4):
     def name(self) -> str:
         return "nvfp4-pow2"
 
+    power_of_two = True
+
     def fix(self, *numbers: float) -> Format:
         return NVFP4().fix(*numbers)
 

@@ -26,22 +26,9 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
-from aoquant.formats import (
-    MX,
-    NVFP4,
-    Float8,
-    Format,
-    FourOverSix,
-    GridFlip,
-    HighPrecision,
-    MXFP4Dialect,
-    NVFP4Dialect,
-    Operand,
-)
+from aoquant.formats import Operand
 from aoquant.formats.operand import DELAYED
 from aoquant.ops import BackwardGemm
 
@@ -77,8 +64,8 @@ def got_of(gemm: str, first: Operand | None, second: Operand | None) -> str:
 def contract(first: Operand | None, second: Operand | None) -> str:
     """The contract of a backward GEMM of these operands, one of `ops.CONTRACTS`."""
     formats = [o.format for o in (first, second) if o is not None and o.transform is None]
-    per_tensor = [f for f in formats if isinstance(f, Float8) and f.per == "tensor"]
-    multiplied = len(per_tensor) == 2 and not all(f.element == "e5m2" for f in per_tensor)
+    elements = [f.element for f in formats if f.family == "fp8 per tensor"]
+    multiplied = len(elements) == 2 and elements != ["e5m2", "e5m2"]
     return "fp8_scaled_mm_precise" if multiplied else "aoquant"
 
 
@@ -105,23 +92,9 @@ def _name(operand: Operand | None) -> str:
     return operand.name if operand else "high precision"
 
 
-def _family(operand: Operand | None) -> Hashable:
+def _family(operand: Operand | None) -> str | None:
     """The family of an operand: a GEMM's two operands must share it."""
-    return None if operand is None else _of(operand.format)
-
-
-def _of(f: Format) -> Hashable:
-    if isinstance(f, Float8) and f.per == "tensor":
-        return "FP8 per tensor"
-    if isinstance(f, Float8) and f.block == 128 and f.rows in (1, 128):
-        return "FP8 in blocks of 128"
-    if isinstance(f, MX) and f.element != "e2m1":
-        return "MXFP8"
-    if isinstance(f, MX | MXFP4Dialect):
-        return "MXFP4"
-    if isinstance(f, NVFP4 | NVFP4Dialect) or (isinstance(f, FourOverSix) and not isinstance(f, GridFlip)):
-        return "NVFP4"
-    return f
+    return None if operand is None else operand.format.family
 
 
 def dgrad(
@@ -129,7 +102,7 @@ def dgrad(
 ) -> BackwardGemm:
     """What dgrad reads, and so what forward keeps of the weight. reads_values: backward reads the weight anyway."""
     same = _same_codes(forward, weight)
-    original = source == "original" or same or isinstance(forward.format, HighPrecision)
+    original = source == "original" or same or forward.format.lossless
     gemm = grad, weight, contract(grad, weight)
     if save == "col" and not reads_values:
         if same:
@@ -145,7 +118,7 @@ def wgrad(save: str, source: str, forward: Operand | None, grad: Operand | None,
     if save == "row":
         return BackwardGemm(*gemm, forward, "rows")
     same = _same_codes(forward, x)
-    if source == "original" or same or forward is None or isinstance(forward.format, HighPrecision):
+    if source == "original" or same or forward is None or forward.format.lossless:
         if save == "hp" or x is None or x.draws:
             return BackwardGemm(*gemm, None, "values")
         return BackwardGemm(*gemm, None, "square" if same else "columns")

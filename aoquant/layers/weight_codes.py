@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.random import Place, Span
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import backward, codec
@@ -24,7 +24,7 @@ def reads_values(recipe: LinearRecipe) -> str | None:
         return "the layer encodes its weight by scales or a transform that it holds (static, learned or fitted)"
     if recipe.weight_clips:
         return "straight_through='clipped' masks gradients by the weight itself"
-    if isinstance(recipe.fprop_weight.format, HighPrecision):
+    if recipe.fprop_weight.format.lossless:
         return "its forward does not quantise the weight"
     if gemm.keeps == "values" and gemm.forward is None and (gemm.other is None or gemm.other.draws):
         return "dgrad starts from the weight itself"

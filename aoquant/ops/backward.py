@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aoquant.formats import Encoded, Operand, Random, Randomized, Scales
+from aoquant.formats import Encoded, Operand, Random, Scales
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT, Place
 
 from . import codec
@@ -367,7 +367,7 @@ class _Source(NamedTuple):
         """Codes, and the GEMM's operand in `dtype`."""
         format, outer = self.operand.format, None
         if self.held is not None:
-            if not isinstance(format, Randomized):
+            if not format.draws:
                 e = self.operand.encode(self.x_RC, self.held, self.random)
                 return Side(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
             outer = self.held.outer

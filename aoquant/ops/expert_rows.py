@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format
-from aoquant.formats.gridflip import shifts
 
 from . import native
 from .gemm import few_rows
@@ -35,8 +34,8 @@ def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Te
     assert how is not None
     with launch.on(x_SK):
         programs = 2 * torch.cuda.get_device_properties(x_SK.device).multi_processor_count
-        flagged, alpha_w = shifts(format), format.alpha(w)
-        return grouped_rows.decode_mm(format, how, flagged, w, x_SK, ends, alpha_x, alpha_w, programs)
+        alpha_w = format.alpha(w)
+        return grouped_rows.decode_mm(format, how, w, x_SK, ends, alpha_x, alpha_w, programs)
 
 
 def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None, *, many: bool) -> Tensor:

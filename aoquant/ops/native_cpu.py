@@ -83,13 +83,18 @@ def torch_multiplies_integers() -> bool:
 
 def kind(f: Format) -> str | None:
     """How codes become operands: "int4", q * s + z; "intx4", (q - z) * s; "int8", the code itself; None: otherwise."""
-    if type(f) is Int4:
-        return "int4"
-    if type(f) is not Affine:
-        return None
+    how = _KIND_OF.get(type(f))
+    return how(f) if how else None
+
+
+def _kind_of_affine(f: Any) -> str | None:
     if f.width == 4 and f.per == "group" and f.scales == "input":
         return "intx4"
     return "int8" if f.width == 8 and f.per in ("row", "tensor") and f.mapping != "asymmetric" else None
+
+
+# exactly these classes: a subclass is another format
+_KIND_OF: dict[type[Format], Callable[[Format], str | None]] = {Int4: lambda f: "int4", Affine: _kind_of_affine}
 
 
 @dataclass(frozen=True)

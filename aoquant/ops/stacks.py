@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded, Float8, Format, Int4, Operand, tiles
+from aoquant.formats import NVFP4, Encoded, Operand, tiles
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import divide
 
 from . import codec
+from .codec.triton_kernels import takes_stacks
 from .quantized import CODES, Ask, Side
 from .router import CodecRequest, routed
 
@@ -53,7 +53,7 @@ def values(operand: Operand, w: Tensor, transposed: bool, ask: Ask) -> Side:
     if transposed and _where_it_lies(operand, w):
         from .triton import stacked
 
-        outer = _outer(w) if isinstance(operand.format, NVFP4) else None
+        outer = _outer(w) if operand.per_tensor else None
         assert ask.values is not None
         made_EKN, alpha = stacked.values(operand.format, w, outer, ask.values, ask.operand)
         return Side(None, made_EKN.transpose(1, 2), alpha)
@@ -73,17 +73,13 @@ def values(operand: Operand, w: Tensor, transposed: bool, ask: Ask) -> Side:
 
 def why_turned(operand: Operand, k: int) -> str | None:
     """Why values of a transposed stack are made of a turned copy; None when the stack is encoded where it lies."""
-    format: Format = operand.format
-    cls = type(format)
+    format = operand.format
     if operand.transform is not None:
         return f"transforms rows: {operand.name}"
-    if isinstance(format, Float8) and cls is Float8:
-        by_row = format.per == "row" and not format.fixed and not format.wide and format.low is format.high is None
-        return None if by_row else f"has no kernel for {format.name}"
-    if cls not in (MX, Int4) and not (isinstance(format, NVFP4) and cls is NVFP4 and format.outer == "dynamic"):
+    if not takes_stacks(format):
         return f"has no kernel for {format.name}"
-    block = cast(int, format.block)
-    if block & (block - 1) or not 16 <= block <= _LONGEST or k % block:
+    block = format.block
+    if block and (block & (block - 1) or not 16 <= block <= _LONGEST or k % block):
         return f"takes blocks of a power of two from 16 to {_LONGEST} that divide K = {k}, not {format.name}"
     return None
 
@@ -143,7 +139,7 @@ def _one(operand: Operand, w_NK: Tensor, ask: Ask) -> Side:
 
 def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
     """Whether a kernel takes an outer scale for each expert: csrc's, which is faster for one matrix, does not."""
-    if type(operand.format) is not NVFP4 or operand.transform is not None:
+    if operand.transform is not None or not takes_stacks(operand.format):
         return False
     return _kernels_run(operand, w_RK.device, w_RK.dtype, *w_RK.shape)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant.formats import NVFP4PowerOfTwo, Operand, Scales
+from aoquant.formats import Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
@@ -106,7 +106,7 @@ def shares(recipe: LinearRecipe) -> bool:
 
 
 def _has_powers(operand: Operand | None) -> bool:
-    return operand is not None and operand.transform is None and isinstance(operand.format, NVFP4PowerOfTwo)
+    return operand is not None and operand.transform is None and operand.format.power_of_two
 
 
 def _largest(outers: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from aoquant.experts import sharded
 from aoquant.experts.families import is_transposed, lacks, reading_of, why_not_read
 from aoquant.experts.packed import PackedExperts, packed_experts
 from aoquant.experts.prepared import QATExperts
-from aoquant.formats import NVFP4PowerOfTwo, Scales
+from aoquant.formats import Scales
 from aoquant.layers.qat import Prepared
 from aoquant.parallel.fsdp import GATHER, layer_class, swap_class
 from aoquant.parallel.linear import all_finite
@@ -70,7 +70,7 @@ def with_own_scales(target: Target) -> Target:
     fuses gate and up, which are rows of one matrix of an expert.
     """
     recipe = target.recipe
-    if recipe.weight_scales != "static" or not isinstance(recipe.fprop_weight.format, NVFP4PowerOfTwo):
+    if recipe.weight_scales != "static" or not recipe.fprop_weight.format.power_of_two:
         return target
     return replace(target, recipe=replace(recipe, weight_scales="dynamic"))
 

@@ -5,13 +5,11 @@ Its weight is the `PackedTensor` that convert makes. `format` says which dialect
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor, nn
 
 from aoquant.config import activated
-from aoquant.formats import MX, NVFP4, Encoded, Format, FourOverSix, MXFP4Dialect, NVFP4Dialect, NVFP4Search, get_format
+from aoquant.formats import Encoded, Format, Operand, get_format
 from aoquant.layers.packed import adopt
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
@@ -46,7 +44,7 @@ def packed_linear(
         ValueError: shapes, dtypes or devices do not fit the format.
     """
     f = get_format(format)
-    if f.bits != 4 or not isinstance(f, MX | NVFP4 | FourOverSix | MXFP4Dialect | NVFP4Dialect):
+    if isinstance(f, Operand) or f.element != "e2m1":
         raise ValueError(f"packed_linear: format must be an FP4 one, such as 'nvfp4' or 'xx-mxfp4', got {format!r}")
     for name, given in (("codes", codes), ("scale", scale), *(() if bias is None else (("bias", bias),))):
         if not isinstance(given, Tensor):
@@ -72,7 +70,8 @@ def packed_linear(
             f"packed_linear: activation={activation!r} asks for a scale that calibration finds, and a packed layer is past that: "
             f"name the number, as in '{activation}:0.05'"
         )
-    recipe = activated(LinearRecipe(None, f, transform=transform), _like(f) if activation == "default" else activation)
+    activation = f.beside.name if activation == "default" else activation
+    recipe = activated(LinearRecipe(None, f, transform=transform), activation)
     weight = PackedTensor.from_encoded(Encoded(codes.contiguous(), scale, None, outer, k), recipe, dtype, matrix)
     layer = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -80,15 +79,6 @@ def packed_linear(
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
     return layer
-
-
-def _like(f: Format) -> str:
-    """Return the format of an input beside a weight of format f."""
-    if type(f) is NVFP4Search or (type(f) is NVFP4 and f.outer == "dynamic"):
-        return "nvfp4-row"
-    if isinstance(f, FourOverSix) and not f.fixed:
-        return dataclasses.replace(f, tile=1, outer="row").name
-    return dataclasses.replace(f, tile=1).name if isinstance(f, NVFP4Dialect) else f.name
 
 
 def _scale(scale: Tensor, want: Encoded, f: Format) -> Tensor:

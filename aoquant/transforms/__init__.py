@@ -8,10 +8,39 @@ is closer to normally distributed. A transform is a frozen value, like a format;
 
 from __future__ import annotations
 
-from .base import Transform, parse
+import re
+
+from .base import SIZES, Transform
 from .hadamard import Hadamard
 from .rotation import Rotation
 from .rounded import RoundedHadamard
 from .wush import WUSH
 
 __all__ = ["WUSH", "Hadamard", "Rotation", "RoundedHadamard", "Transform", "parse"]
+
+_NAME = re.compile(
+    r"(?P<kind>(?:te-)?hadamard|wush|rht)(?P<size>[1-9]\d*)(?:-s(?P<signs>[1-9a-f][0-9a-f]*))?(?P<inverse>-inverse)?"
+)
+
+
+def parse(prefix: str) -> tuple[Transform, bool] | None:
+    """The transform called `prefix`, and whether it is a weight side's; None when it is no transform's name.
+
+    Raises:
+        ValueError: a random rotation of an unsupported size.
+    """
+    match = _NAME.fullmatch(prefix)
+    if match is None or (not match["kind"].endswith("hadamard") and match["signs"]):
+        return None
+    kind, size, inverse = match["kind"], int(match["size"]), match["inverse"] is not None
+    if kind == "rht":
+        if size not in SIZES:
+            raise ValueError(
+                f"{prefix!r}: a random rotation has one of the sizes {', '.join(map(str, SIZES))}, got {size}"
+            )
+        return None if inverse else (Rotation(size), False)
+    if size not in SIZES:
+        return None
+    if kind == "te-hadamard":
+        return None if inverse or size != 16 else (RoundedHadamard(size, int(match["signs"] or "0", 16)), False)
+    return (WUSH(size) if kind == "wush" else Hadamard(size, int(match["signs"] or "0", 16))), inverse

@@ -9,16 +9,12 @@ The gradient of x_blk -> x_blk P^T is g_blk -> g_blk P. It also undoes the other
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
 
 SIZES = (16, 32, 64, 128)
-_NAME = re.compile(
-    r"(?P<kind>(?:te-)?hadamard|wush|rht)(?P<size>[1-9]\d*)(?:-s(?P<signs>[1-9a-f][0-9a-f]*))?(?P<inverse>-inverse)?"
-)
 
 
 @dataclass(frozen=True)
@@ -67,31 +63,3 @@ class Transform(ABC):
     @abstractmethod
     def pull_back(self, grad_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
         """Blocks of a gradient times P: float32 (R, K), the gradient of `apply`'s input."""
-
-
-def parse(prefix: str) -> tuple[Transform, bool] | None:
-    """The transform called `prefix`, and whether it is a weight side's; None when it is no transform's name.
-
-    Raises:
-        ValueError: a random rotation of an unsupported size.
-    """
-    from .hadamard import Hadamard
-    from .rotation import Rotation
-    from .rounded import RoundedHadamard
-    from .wush import WUSH
-
-    match = _NAME.fullmatch(prefix)
-    if match is None or (not match["kind"].endswith("hadamard") and match["signs"]):
-        return None
-    kind, size, inverse = match["kind"], int(match["size"]), match["inverse"] is not None
-    if kind == "rht":
-        if size not in SIZES:
-            raise ValueError(
-                f"{prefix!r}: a random rotation has one of the sizes {', '.join(map(str, SIZES))}, got {size}"
-            )
-        return None if inverse else (Rotation(size), False)
-    if size not in SIZES:
-        return None
-    if kind == "te-hadamard":
-        return None if inverse or size != 16 else (RoundedHadamard(size, int(match["signs"] or "0", 16)), False)
-    return (WUSH(size) if kind == "wush" else Hadamard(size, int(match["signs"] or "0", 16))), inverse

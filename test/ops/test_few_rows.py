@@ -10,7 +10,6 @@ from support.gemm import request_of
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Operand, as_operand, get_format
-from aoquant.formats.gridflip import shifts
 from aoquant.ops import Request, explain
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows
@@ -51,8 +50,8 @@ def test_kinds(name: str, kind: str | None) -> None:
 def test_shifts_are_the_formats(c: str) -> None:
     for alternating in ("", "-alternating"):
         f = get_format(f"gridflip{c}{alternating}")
-        assert torch.equal(torch.tensor([shifts(f)]), torch.ones(1, 2) * f._shift(torch.ones(1, 2)))
-    assert shifts(get_format("nvfp4")) == (0.0, 0.0)
+        assert torch.equal(torch.tensor([f.shifts]), torch.ones(1, 2) * f._shift(torch.ones(1, 2)))
+    assert get_format("nvfp4").shifts == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["int4-g128", "int4-bf16-g128", "nvfp4", "gridflip", "mxfp4", "fp8-row"])

@@ -24,7 +24,7 @@ from aoquant._messages import folded
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
-from aoquant.formats import Ggml
+from aoquant.formats.ggml import KINDS
 from aoquant.integrations.finetune import check_batch, check_block, finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.models import (
@@ -81,7 +81,7 @@ def run(o: Options) -> Result:
 def _engine_format(o: Options) -> str:
     """Return the layout of the engine that the recipe is for: ggml's blocks are llama.cpp's."""
     configs = [config for config in each(mixed(o.recipe)) if isinstance(config, WeightConfig)]
-    ggml = any(isinstance(config.recipe().fprop_weight.format, Ggml) for config in configs)
+    ggml = any(config.recipe().fprop_weight.format.standard in KINDS for config in configs)
     return "gguf" if ggml else "compressed-tensors"
 
 

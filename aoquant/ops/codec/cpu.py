@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format, Int4, Operand, tiles
+from aoquant.formats import Encoded, Format, Operand, tiles
 
 from .. import native_cpu
 from ..quantized import Ask, Side
@@ -17,7 +17,7 @@ from ..router import Backend, CodecRequest
 from . import reference
 
 _DTYPES = (torch.bfloat16, torch.float32)
-_ROWS = ("int8-row", "int8-row-asym")
+_ROWS = {"int8-row": False, "int8-row-asym": True}  # whether there is a zero point
 
 
 def _why_not(r: CodecRequest) -> str | None:
@@ -46,15 +46,14 @@ def _why_not_quantize(r: CodecRequest) -> str | None:
         return reason
     if r.held:
         return "makes its own scales"
-    if not _is_int4(r.operand) and (type(r.operand.format) is not Affine or r.operand.name not in _ROWS):
+    if not _is_int4(r.operand.format) and r.operand.name not in _ROWS:
         return f"encodes int4 and {' and '.join(_ROWS)}, not {r.operand.name}"
     return native_cpu.why_not()
 
 
-def _is_int4(operand: Operand) -> bool:
+def _is_int4(f: Format) -> bool:
     """With scales in the type of what is encoded, and groups of whole chunks."""
-    f = operand.format
-    return type(f) is Int4 and f.scales == "input" and f.group % 32 == 0
+    return native_cpu.kind(f) == "int4" and f.scale_dtype(torch.float32) == torch.float32 and (f.block or 1) % 32 == 0
 
 
 def decode(
@@ -73,8 +72,8 @@ def decode(
 def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     """Codes, and the operand of rows in the same pass."""
     f, dtype = operand.format, ask.values
-    if isinstance(f, Int4):
-        codes, scale, zero = native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group)
+    if operand.name not in _ROWS:
+        codes, scale, zero = native_cpu.operator("encode_int4")(x_RK.contiguous(), f.block)
         e = Encoded(codes, scale, zero, None, x_RK.shape[1])
         values = None if dtype is None else decode(f, e, dtype, operand=ask.operand)
         return Side(e if ask.codes else None, values)
@@ -86,7 +85,7 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
 
 def _rows(operand: Operand, x_RK: Tensor, values: bool) -> Side:
     """Codes, and the operand if `values`."""
-    asymmetric = operand.name.endswith("-asym")
+    asymmetric = _ROWS[operand.name]
     codes, scale, zero, made = native_cpu.operator("encode_int8_rows")(x_RK.contiguous(), asymmetric, values)
     e = Encoded(codes, scale, zero if asymmetric else None, None, x_RK.shape[1])
     return Side(e, made if values else None, scale)

@@ -11,10 +11,12 @@ operands in one launch, which costs the host less than Triton's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, MX, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 
@@ -24,20 +26,18 @@ from ..quantized import Ask, Side
 from ..router import Backend, CodecRequest
 from . import fitted, triton, whole
 
-_EFFORTS = {"base": 1, "sided": 2, "search": 3}  # 0: four-over-six
+_EFFORTS = {"": 0, "base": 1, "sided": 2, "search": 3}
 _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
-# exactly these classes: a subclass is another format
-_FORMATS = (FourOverSix, GridFlip, NVFP4Search)
 VALUES = 1 << 24  # of ROW_FORMATS; measured for nvfp4-row and fp8-row
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def why_not_encode(format: Format, device: torch.device) -> str | None:
     """Why the library cannot encode `format` on `device`; None when it can."""
-    if isinstance(format, FourOverSix | NVFP4Search) and format.outer == "row":
-        return f"encodes under one outer scale for the tensor, not one a row: {format.name}"
-    if type(format) not in _FORMATS:
+    if _encoder(format) is None:
         return "encodes four-over-six, GridFlip and NVFP4's search alone"
+    if format.reach == "row":
+        return f"encodes under one outer scale for the tensor, not one a row: {format.name}"
     return native.why_not() or native.why_not_on(device)
 
 
@@ -81,18 +81,15 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         if ask.measured is not None:
             return triton.quantize(operand, x_RK, ask)
         return whole.encode(operand.format, _aligned(x_RK), ask.values, ask.operand, ask.codes)
-    if operand.name in ROW_FORMATS:
+    if (number := ROW_FORMATS.get(operand.name)) is not None:
         if ask.values is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
             return triton.quantize(operand, x_RK, ask)
-        return _rows(operand.format, x_RK, not ask.operand)
-    made = _run(operand.format, _transformed(operand, x_RK), ask.values, ask.operand, ask.measured)
+        values, alpha = native.operator("encode_rows")(_aligned(x_RK), number, not ask.operand)
+        return Side(None, values, None if operand.reach == "block" else alpha)  # without codes
+    x, encoder = _aligned(_transformed(operand, x_RK)), _encoder(operand.format)
+    assert encoder is not None
+    made = encoder(operand.format, x, ask.values, ask.operand, ask.measured)
     return made if ask.codes else made._replace(encoded=None)
-
-
-def _rows(format: Format, x_RK: Tensor, decoded: bool) -> Side:
-    """The operand of rows, or decoded values, and the scale of each row, if it has one; no codes."""
-    values, alpha = native.operator("encode_rows")(_aligned(x_RK), ROW_FORMATS[format.name], decoded)
-    return Side(None, values, None if isinstance(format, MX) else alpha)
 
 
 def _aligned(x_RK: Tensor) -> Tensor:
@@ -105,22 +102,23 @@ def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
     return x_RK if operand.transform is None else triton.transform(operand, x_RK, None)
 
 
-def _run(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
+def _search(format: NVFP4Search, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
     """Codes, and values in `dtype`, or an empty tensor for None."""
-    x = _aligned(x_RK)
-    if isinstance(format, NVFP4Search):
-        outer = _outer(format, x) if measured is None else measured
-        given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
-        codes, scale, values = native.operator("encode_search")(x, given, _DTYPES[dtype], operand)
-        e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
-        return Side(e, values, outer)
-    assert isinstance(format, FourOverSix)
-    flips = format if isinstance(format, GridFlip) else None
+    outer = _outer(format, x) if measured is None else measured
+    given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
+    codes, scale, values = native.operator("encode_search")(x, given, _DTYPES[dtype], operand)
+    e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
+    return Side(e, values, outer)
+
+
+def _grids(format: FourOverSix, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
+    """Codes, and values in `dtype`, or an empty tensor for None. measured: not used."""
+    even, odd = format.shifts
     known = format.fixed[0] if format.fixed else 0.0
     amax = x.new_empty(0, dtype=torch.int32) if known else native.operator("finite_absmax")(x)
     codes, scale, outer, values = native.operator("encode_grids")(
-        x, amax, known, _EFFORTS[flips.effort] if flips else 0, _METRICS[format.metric], format.tile,
-        flips.c if flips else 0.25, bool(flips and flips.alternating), _DTYPES[dtype], operand,
+        x, amax, known, _EFFORTS[format.effort], _METRICS[format.metric], format.tile,
+        even or 0.25, odd != even, _DTYPES[dtype], operand,
     )  # fmt: skip
     e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
     return Side(e, values, outer)
@@ -132,6 +130,14 @@ def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
         return format.measure(x).outer
     outer: Tensor = native.operator("outer_scale")(x, reciprocal(format.top), PTS_FLOOR)
     return outer
+
+
+# exactly these classes: a subclass is another format
+_ENCODERS: dict[type[Format], Callable[..., Side]] = {FourOverSix: _grids, GridFlip: _grids, NVFP4Search: _search}
+
+
+def _encoder(format: Format) -> Callable[..., Side] | None:
+    return _ENCODERS.get(type(format))
 
 
 BACKENDS = (Backend("cuda", 20, _why_not, quantize, "quantize"),)

@@ -9,10 +9,12 @@ the two. Other formats encode what the transform wrote.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Encoded, HighPrecision, Operand
+from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Encoded, Format, Operand
 from aoquant.transforms import WUSH
 from aoquant.transforms.wush import NEEDS_MATRIX
 
@@ -23,6 +25,11 @@ from .reference import masked
 
 _DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 FIND = -1.0  # an outer scale that is not known
+# exactly these classes: a subclass is another format
+_HAS: dict[type[Format], Callable[[Format], bool]] = {
+    NVFP4: lambda f: f.reach != "row",
+    MX: lambda f: f.name == "mxfp4",
+}
 
 
 def _why_not_transform(r: CodecRequest) -> str | None:
@@ -43,8 +50,8 @@ def why_not(r: CodecRequest) -> str | None:
     f = r.operand.format
     if r.values:
         return "makes codes alone"
-    nvfp4 = type(f) is NVFP4 and f.outer != "row"
-    if not nvfp4 and not (type(f) is MX and (f.element, f.rule) == ("e2m1", "rceil")):
+    has = _HAS.get(type(f))
+    if has is None or not has(f):
         return f"encodes NVFP4 and MXFP4 behind a fitted transform, not {f.name}"
     return _why_not_transform(r)
 
@@ -59,7 +66,7 @@ def _given(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> tuple[Tenso
 
 def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool, clipped: Tensor | None) -> Tensor:
     """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(x_RK, matrix)`, zero where it is clipped."""
-    dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
+    dtype = x_RK.dtype if back or operand.format.lossless else torch.float32
     if clipped is not None:
         x_RK = masked(x_RK, clipped)
     x, given = _given(operand, x_RK, matrix)
@@ -71,10 +78,8 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     """Codes and scales of the transformed x_RK."""
     f = operand.format
     x, given = _given(operand, x_RK, None if ask.held is None else ask.held.transform)
-    known = 0.0
-    if isinstance(f, NVFP4):
-        known = f.pts or (FIND if f.outer == "dynamic" else 0.0)
-    assert isinstance(f, NVFP4 | MX)
+    known = f.fixed[0] if f.fixed else FIND if f.per_tensor else 0.0
+    assert f.block_scale is not None
     codes, scale, outer = native.operator("encode_fitted")(x, given, f.block, known)
     return Side(Encoded(codes, scale.view(f.block_scale), None, outer if known else None, x.shape[1]))
 

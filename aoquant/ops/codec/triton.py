@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Random
 from aoquant.transforms import Hadamard
 
 from ..quantized import Ask, Quantized, Side
@@ -45,14 +45,14 @@ def has_triton(device: torch.device) -> bool:
 def finds_outer(operand: Operand) -> bool:
     """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
     kernels = kernels_of(operand.format)
-    return kernels is not None and type(operand.format) in kernels.measures and operand.format.per_tensor
+    return kernels is not None and kernels.measures and operand.format.per_tensor
 
 
 def _why_not(r: CodecRequest) -> str | None:
     """Of the roles that make or read codes."""
     if reason := why_not_read(r):
         return reason
-    transform, exact = r.operand.transform, isinstance(r.operand.format, HighPrecision)
+    transform, exact = r.operand.transform, r.operand.format.lossless
     if transform is None:
         return triton_kernels.why_not(r)
     if transform.drawn:
@@ -94,7 +94,7 @@ def _why_not_mix(r: CodecRequest) -> str | None:
 
 def _why_not_saturate(r: CodecRequest) -> str | None:
     kernels = kernels_of(r.operand.format)
-    clips = kernels is not None and type(r.operand.format) in kernels.clips
+    clips = kernels is not None and kernels.clips
     mixes = r.operand.transform is None or isinstance(r.operand.transform, Hadamard)
     return why_not_read(r) or (None if clips and mixes else f"has no kernel for {r.operand.name}")
 
@@ -152,10 +152,10 @@ def in_one_pass(
     if made.transform is None:
         assert kernels is not None
         return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, None)
-    if kernels is not None and type(format) in kernels.mixes and isinstance(made.transform, Hadamard):
+    if kernels is not None and kernels.mixes and isinstance(made.transform, Hadamard):
         return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
-    if isinstance(format, HighPrecision):
+    if format.lossless:
         return Side(format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None)
     assert kernels is not None
     return kernels.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
@@ -184,7 +184,7 @@ def transform(
     if isinstance(matrix, Random):
         rotated: Tensor = imported("stochastic").rotate(operand, x_RK, matrix)
         return rotated
-    dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
+    dtype = x_RK.dtype if back or operand.format.lossless else torch.float32
     mixed: Tensor = imported("hadamard").mix(
         x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped
     )

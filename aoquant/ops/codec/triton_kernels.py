@@ -56,31 +56,35 @@ class Kernels:
     """The kernels of one file for some classes of formats.
 
     module: its name in `ops/triton`.
-    formats: exactly these classes, in all roles.
-    decodes: classes that they decode, but do not encode.
+    formats: exactly these classes.
+    decodes_only: whether the formats are decoded, but not encoded.
     has: whether the kernels know the options of an instance.
     why_not: a reason against a request for a format that they have, or None.
-    mixes: classes that are encoded behind a Hadamard transform in the same pass.
-    measures: classes whose encoder starts with a pass that finds an outer scale, and takes it as `measured` instead.
+    mixes: whether they are encoded behind a Hadamard transform in the same pass.
+    measures: whether their encoder starts with a pass that finds an outer scale, and takes it as `measured` instead.
     holds: whether an instance is encoded under an outer scale from elsewhere, as under a measured one.
-    clips: classes for whose clipped values there is a kernel.
+    clips: whether there is a kernel for their clipped values.
     draws: the formats are encoded under random numbers, and never decoded here.
     encoder: name of another file that encodes an instance, or "".
     sides: whether it writes codes of x and of x^T in one pass over x, for an instance.
+    strips: whether `operands.py` makes an instance's operands of x and of x^T.
+    stacked: whether `stacked.py` makes an instance's values of a stack of experts that is stored transposed.
     """
 
     module: str
     formats: tuple[type[Format], ...]
-    decodes: tuple[type[Format], ...] = ()
+    decodes_only: bool = False
     has: Callable[[Any], bool] = lambda format: True
     why_not: Callable[[CodecRequest], str | None] = lambda request: None
-    mixes: tuple[type[Format], ...] = ()
-    measures: tuple[type[Format], ...] = ()
+    mixes: bool = False
+    measures: bool = False
     holds: Callable[[Any], bool] = lambda format: False
-    clips: tuple[type[Format], ...] = ()
+    clips: bool = False
     draws: bool = False
     encoder: Callable[[Any], str] = lambda format: ""
     sides: Callable[[Any], bool] = lambda format: False
+    strips: Callable[[Any], bool] = lambda format: False
+    stacked: Callable[[Any], bool] = lambda format: False
 
     @property
     def file(self) -> ModuleType:
@@ -142,25 +146,39 @@ def _has_dialect(f: NVFP4Dialect) -> bool:
 
 
 KERNELS = (
-    Kernels("blockscaled", (MX,), mixes=(MX,)),
+    Kernels("blockscaled", (MX,), mixes=True, strips=lambda f: True, stacked=lambda f: True),
     Kernels(
         "blockscaled",
-        (NVFP4, NVFP4PowerOfTwo),
-        decodes=(NVFP4Search,),
-        mixes=(NVFP4, NVFP4PowerOfTwo),
-        measures=(NVFP4, NVFP4PowerOfTwo),
+        (NVFP4,),
+        mixes=True,
+        measures=True,
         holds=lambda f: f.per_tensor,
         encoder=lambda f: "nvfp4_rows" if f.outer == "row" else "",
+        stacked=lambda f: f.per_tensor,
     ),
-    Kernels("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),
-    Kernels("dialects", (NVFP4Dialect,), has=_has_dialect, encoder=lambda f: "tiles" if f.tile > 1 else ""),
+    Kernels("blockscaled", (NVFP4PowerOfTwo,), mixes=True, measures=True, holds=lambda f: True),
+    Kernels("blockscaled", (NVFP4Search,), decodes_only=True),
+    Kernels("dialects", (MXFP4Dialect,), mixes=True, clips=True),
+    Kernels(
+        "dialects",
+        (NVFP4Dialect,),
+        has=_has_dialect,
+        encoder=lambda f: "tiles" if f.tile > 1 else "",
+        strips=lambda f: f.dialect == "te" and f.tile == 1 and not f.fixed,
+    ),
     Kernels("tiles", (MXSquare,)),
     Kernels("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),
-    Kernels("integer", (Int4,), why_not=_why_not_integers),
+    Kernels("integer", (Int4,), why_not=_why_not_integers, stacked=lambda f: True),
     Kernels("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
     Kernels("integer", (Int8Vllm, Int8VllmReciprocal), why_not=_why_not_integers),
     Kernels("ggml", (Ggml,)),
-    Kernels("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
+    Kernels(
+        "float8",
+        (Float8,),
+        has=_has_float8,
+        why_not=_why_not_float8,
+        stacked=lambda f: f.per == "row" and not f.wide and f.low is f.high is None,
+    ),
     Kernels("float8", (Float8Mslk,), why_not=_why_not_float8),
     Kernels(
         "te_float8",
@@ -169,7 +187,8 @@ KERNELS = (
         why_not=_why_not_float8,
         sides=lambda f: f.per == "tensor",
     ),
-    Kernels("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
+    Kernels("stochastic", (MXStochastic, MSEden), why_not=_why_not_random, draws=True),
+    Kernels("stochastic", (NVFP4Stochastic,), why_not=_why_not_random, draws=True, strips=lambda f: True),
 )
 
 
@@ -180,8 +199,8 @@ def in_strips(rows: Operand | None, columns: Operand | None) -> bool:
 
 
 def _strip_format(f: Format) -> bool:
-    te = type(f) is NVFP4Dialect and f.dialect == "te" and f.tile == 1 and not f.fixed
-    return te or type(f) in (MX, NVFP4Stochastic)
+    kernels = kernels_of(f)
+    return kernels is not None and kernels.strips(f)
 
 
 def _strip_transform(o: Operand) -> bool:
@@ -189,7 +208,7 @@ def _strip_transform(o: Operand) -> bool:
     return o.transform is None or (isinstance(o.transform, RoundedHadamard) and o.format.block == o.transform.size)
 
 
-_OF = {cls: kernels for kernels in KERNELS for cls in (*kernels.formats, *kernels.decodes)}
+_OF = {cls: kernels for kernels in KERNELS for cls in kernels.formats}
 
 
 def kernels_of(format: Format) -> Kernels | None:
@@ -197,13 +216,20 @@ def kernels_of(format: Format) -> Kernels | None:
     return _OF.get(type(format))
 
 
+def takes_stacks(format: Format) -> bool:
+    """Whether a kernel makes the values of a stack of experts, under an outer scale for each where the format has
+    one.
+    """
+    kernels = kernels_of(format)
+    return kernels is not None and kernels.stacked(format)
+
+
 def why_not(r: CodecRequest) -> str | None:
     """Why no kernel encodes, decodes or quantises the request's format, its transform apart; None when one does."""
     format, kernels = r.operand.format, kernels_of(r.operand.format)
     if kernels is not None and kernels.draws:
         return kernels.why_not(r) if r.role == "quantize" else f"has no kernel to {r.role} {r.operand.name}"
-    known = kernels is not None and (type(format) in kernels.formats or r.role == "decode")
-    if kernels is None or not known or not kernels.has(format):
+    if kernels is None or (kernels.decodes_only and r.role != "decode") or not kernels.has(format):
         return f"has no kernel for {r.operand.name}"
     if format.block and r.k % format.block:  # a block would straddle two rows; the reference says why it cannot be
         return f"encodes blocks of {format.block}, got K = {r.k}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, NVFP4, Encoded, Float8, Format, Operand
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand
 
 from .. import native
 from ..quantized import Side
@@ -21,19 +21,8 @@ _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def has(operand: Operand) -> bool:
-    """Whether the kernel knows the operand: exactly these classes."""
-    f = operand.format
-    if operand.transform is not None:
-        return False
-    if type(f) is NVFP4:
-        return f.outer == "dynamic"
-    return (
-        type(f) is Float8
-        and (f.element, f.per) == ("e4m3", "tensor")
-        and not f.fixed
-        and not f.wide
-        and f.low is f.high is None
-    )
+    """Whether the kernel knows the operand."""
+    return operand.name in ("nvfp4", "fp8-tensor", "fp8-tensor-native")
 
 
 def why_not(r: CodecRequest) -> str | None:
@@ -49,7 +38,7 @@ def why_not(r: CodecRequest) -> str | None:
 
 def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> Side:
     """Codes, if `keep`, and values in `dtype`, unless it is None; x starts on 16 bytes."""
-    fp8 = isinstance(format, Float8)
+    fp8 = format.block is None
     codes, scale, whole, values = native.operator("encode_tensor")(x_RK, int(fp8), keep, _DTYPES[dtype], operand)
     e = None
     if keep and fp8:

@@ -11,6 +11,8 @@ The tests run it against a double of the operator, which checks its arguments an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +30,7 @@ _FLOAT4 = torch.float4_e2m1fn_x2
 def _why_not(r: Request) -> str | None:
     if r.contract not in _CONTRACTS:
         return f"computes {' and '.join(_CONTRACTS)}, not {r.contract}"
-    if not (_takes(r.w_format) and r.x_format is not None and _alike(r.x_format, r.w_format)):
+    if r.x_format is None or _instruction(r.w_format) is None or _instruction(r.x_format) != _instruction(r.w_format):
         named = r.x_format.name if r.x_format else "high precision"
         return f"multiplies NVFP4 by NVFP4 and MX by MX, got {named} by {r.w_format.name}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] < 10:
@@ -40,16 +42,18 @@ def _why_not(r: Request) -> str | None:
     return None
 
 
-def _alike(x: Format, w: Format) -> bool:
-    """Whether one instruction multiplies their codes. NVFP4's outer scales (one for the tensor, one a row, or none) are
-    left to the epilogue.
-    """
-    return x == w or type(x) is type(w) is NVFP4
+# exactly these classes: a subclass is another format. e5m2 has no kernel; NVFP4's outer scales (one for the tensor, one
+# for each row, or none) are left to the epilogue
+_INSTRUCTIONS: dict[type[Format], Callable[[Format], str | None]] = {
+    NVFP4: lambda f: "nvfp4",
+    MX: lambda f: None if f.element == "e5m2" else f.name,
+}
 
 
-def _takes(f: Format) -> bool:
-    """Whether there is a kernel for this very class of format: a subclass is another format, and e5m2 has none."""
-    return type(f) is NVFP4 or (type(f) is MX and f.element != "e5m2")
+def _instruction(f: Format) -> str | None:
+    """The instruction that multiplies codes of f by its like; None when there is none."""
+    named = _INSTRUCTIONS.get(type(f))
+    return named(f) if named else None
 
 
 def _run(c: Call) -> Tensor:
@@ -67,7 +71,7 @@ def _multiply(format: Format, x: Encoded, w: Encoded, bias: Tensor | None, out: 
     calls.
     """
     (a_MK, scale_a), (b_NK, scale_b) = _operand(x), _operand(w)
-    if isinstance(format, NVFP4) or a_MK.dtype != _FLOAT4:
+    if format.block == 16 or a_MK.dtype != _FLOAT4:
         return torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, bias=bias, out_dtype=out)
     blocks, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     y_MN: Tensor = F.scaled_mm(

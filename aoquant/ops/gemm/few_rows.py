@@ -31,7 +31,6 @@ from aoquant.formats import (
     NVFP4PowerOfTwo,
     NVFP4Search,
 )
-from aoquant.formats.gridflip import shifts
 
 from .. import codec, native
 from ..call import Call
@@ -40,6 +39,7 @@ from ..router import Backend, Multiply, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
 _KINDS: dict[type[Format], str] = {
+    Float8: "fp8",
     Int4: "int4",
     NVFP4: "e4m3",
     NVFP4PowerOfTwo: "e4m3",
@@ -56,9 +56,9 @@ def kind(f: Format) -> str | None:
     """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip";
     "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
     """
-    if type(f) is Float8:
-        return "fp8" if f.element == "e4m3" and f.per == "row" else None
-    return _KINDS.get(type(f)) if f.bits == 4 else None  # a subclass is another format
+    how = _KINDS.get(type(f))  # a subclass is another format
+    fits = f.element == "e4m3" and f.reach == "row" if how == "fp8" else f.bits == 4
+    return how if fits else None
 
 
 def _why_not(r: Request) -> str | None:
@@ -101,8 +101,8 @@ def _why_not_csrc(r: Request) -> str | None:
     f, how = r.w_format, kind(r.w_format)
     if how == "e8m0" and r.dtype != torch.bfloat16:
         return f"needs bfloat16 activations for e8m0 scales, which leave the range of {r.dtype}"
-    if isinstance(f, GridFlip) and math.frexp(f.c)[0] * 16 % 1:
-        return f"needs a shift of at most 4 bits, so that it is exact times a scale, got c = {f.c}"
+    if math.frexp(f.shifts[0])[0] * 16 % 1:
+        return f"needs a shift of at most 4 bits, so that it is exact times a scale, got c = {f.shifts[0]}"
     if how == "int4" and (f.block or 0) < 32:
         return f"needs groups of at least 32, got {f.block}"
     return None
@@ -112,9 +112,9 @@ def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = Non
     """What csrc is told of W, for products in `dtype`. encoder: of x, a row format's name; None: x stays as it is."""
     how = kind(f)
     assert how is not None
-    shift, alternating = (f.c, f.alternating) if isinstance(f, GridFlip) else (0.0, False)
+    even, odd = f.shifts
     has_zero, has_alpha = w.zero is not None, alpha_of(f, w) is not None
-    plan = LinearPlan(how, encoder, f.block or 1, f.tile_rows, shift, alternating, has_zero, has_alpha, dtype)
+    plan = LinearPlan(how, encoder, f.block or 1, f.tile_rows, even, odd != even, has_zero, has_alpha, dtype)
     return plan.packed()
 
 
@@ -146,7 +146,7 @@ def _cuda_product(f: Format, w: Encoded) -> Multiply:
     """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
     how = kind(f)
     assert w.scale is not None and how is not None
-    multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *shifts(f))
+    multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts)
     codes, scale = aligned(w.codes), aligned(w.scale)
     zero = None if w.zero is None else aligned(w.zero)
 
@@ -193,7 +193,7 @@ def _triton_product(f: Format, w: Encoded) -> Multiply:
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         with launch.on(x_MK):
-            return few_rows.decode_mm(f, how, shifts(f), w, x_MK, alpha_x, f.alpha(w), bias)
+            return few_rows.decode_mm(f, how, w, x_MK, alpha_x, f.alpha(w), bias)
 
     return product
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Ggml
+from aoquant.formats.ggml import KINDS
 
 from .. import codec
 from ..call import Call
@@ -39,7 +40,7 @@ def scaled_mm(c: Call) -> Tensor:
 
 def _in_blocks(x: Format | None, w: Format) -> bool:
     """Whether both are in ggml's blocks, x in 8 bits, so that integers are multiplied."""
-    return isinstance(x, Ggml) and isinstance(w, Ggml) and x.bits == 8
+    return x is not None and x.standard == "q8_0" and w.standard in KINDS
 
 
 def _blocks(x: Encoded, x_format: Ggml, w: Encoded, w_format: Ggml) -> Tensor:
@@ -55,9 +56,8 @@ def _blocks(x: Encoded, x_format: Ggml, w: Encoded, w_format: Ggml) -> Tensor:
     return acc_MN
 
 
-def _split(format: Format, e: Encoded) -> Tensor:
+def _split(format: Ggml, e: Encoded) -> Tensor:
     """(G, R, 32) float32 integers: sums of 32 products of them are exact."""
-    assert isinstance(format, Ggml)
     return format.integers(e).float().unflatten(1, (-1, 32)).transpose(0, 1)
 
 

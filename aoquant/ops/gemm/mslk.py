@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.formats import Format, Int4, Int4Float8, Int4Float8Row
+from aoquant.formats import Format
 
 from ..call import Call
 from ..router import Backend, Request
@@ -86,21 +86,21 @@ def _why_not(r: Request) -> str | None:
         return f"computes {', '.join(OPERATORS)}, not {r.contract}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] != 9:
         return "the MSLK kernels need a Hopper GPU (compute capability 9.0)"
-    if isinstance(r.w_format, Int4):
-        fp8 = isinstance(r.w_format, Int4Float8)
-        if (reason := int4_limit(r.n, r.k, r.w_format.group, 128 if fp8 else 64)) is not None:
+    if r.w_format.element == "int4" and r.w_format.block:
+        multiple = 64 if r.contract == "bias_after" else 128
+        if (reason := int4_limit(r.n, r.k, r.w_format.block, multiple)) is not None:
             return reason
     return why_not_operator(_name(r.contract, r.w_format))
 
 
 def _name(contract: str, format: Format) -> str:
-    return "f8f8bf16_rowwise" if isinstance(format, Int4Float8Row) else OPERATORS[contract]
+    return "f8f8bf16_rowwise" if format.reach == "row" else OPERATORS[contract]
 
 
 def _run(c: Call) -> Tensor:
     call = operator(_name(c.contract, c.w_format))
     assert c.w.scale is not None
-    if isinstance(c.w_format, Int4Float8Row):
+    if c.w.outer is not None:
         assert c.x is not None
         tile_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)
         return c.plus_bias(call(c.x.codes, tile_NK, c.x.scale, c.w.outer, bias=None, use_fast_accum=True))

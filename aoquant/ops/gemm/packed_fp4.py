@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded, Format, FourOverSix, GridFlip, MXFP4Dialect, NVFP4Dialect
+from aoquant.formats import Encoded, Format
 
 from .. import codec
 from ..call import Call
@@ -18,9 +18,7 @@ from ..router import Backend, Request
 
 def why_not_packed(f: Format | None) -> str | None:
     """Why a format's codes and scales are no FP4 operand; None when they are."""
-    if isinstance(f, MXFP4Dialect) or (type(f) is MX and f.element == "e2m1"):
-        return None
-    if isinstance(f, NVFP4 | NVFP4Dialect | FourOverSix) and not isinstance(f, GridFlip) and f.tile_rows == 1:
+    if f is not None and f.family in ("mxfp4", "nvfp4") and f.tile_rows == 1 and f.name != "mxfp4-sr":
         return None
     return f"multiplies packed FP4 with a scale per row and block, got {f.name if f else 'high precision'}"
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Format, MXFP4Dialect, NVFP4Dialect, Operand, layout
+from aoquant.formats import Encoded, Format, Operand, layout
 
 from ..call import Call
 from ..quantized import Ask, Side
@@ -122,7 +122,7 @@ _METHODS = {"qutlass-mxfp4": "abs_max", "mxfp4-quest": "quest"}
 
 def _why_not_quantize(r: CodecRequest) -> str | None:
     made, inner = r.operand, r.operand.format
-    if inner.name not in _METHODS and not (isinstance(inner, NVFP4Dialect) and inner.dialect == "qutlass"):
+    if inner.name not in _METHODS and not inner.name.startswith("qutlass-nvfp4"):
         return f"makes qutlass-mxfp4, mxfp4-quest and qutlass-nvfp4, not {inner.name}"
     if made.transform is not None:
         if made.fitted or made.inverse:
@@ -141,7 +141,7 @@ def _encode(made_as: Operand, x_RK: Tensor) -> Encoded:
     eye = torch.eye(size, dtype=torch.float32, device=x_RK.device)
     matrix = made_as.transformed(eye).to(torch.bfloat16)  # e_i T^T is row i of T^T
     x_RK, outer = x_RK.contiguous(), None
-    if isinstance(inner, MXFP4Dialect):
+    if block == 32:
         codes, scale = _package().fusedQuantizeMx(x_RK, matrix, method=_METHODS[inner.name])
         made = _package().fusedQuantizeMx
     else:

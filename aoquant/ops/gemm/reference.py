@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Affine, Encoded, Float8, Format, as_operand, tiles
+from aoquant.formats import Encoded, Float8, Format, as_operand, tiles
 from aoquant.formats.elements import fma
 
 from .. import codec
@@ -33,10 +33,8 @@ def scaled_mm(c: Call) -> Tensor:
 
 def accumulate(c: Call) -> Tensor:
     """(M, N) float32 sum of products of operands."""
-    if c.x is not None and isinstance(c.x_format, Float8) and isinstance(c.w_format, Float8):
-        block = c.x_format.block
-        if block is not None and block == c.w_format.block:
-            return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
+    if c.x is not None and c.x_format.sums_blocks and c.w_format.sums_blocks and c.x_format.block == c.w_format.block:
+        return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, c.w_format.block)
     x_MK = c.x_matrix(torch.float32)
     if c.w_values is not None or len(tiles.blocks(c.w_rows.shape[0], 4 * c.k)) == 1:
         return x_MK @ c.w_matrix(torch.float32).t()
@@ -117,9 +115,9 @@ def _matmul_bias(c: Call) -> Tensor:
 
 
 def _int8_rescale(c: Call) -> Tensor:
-    assert isinstance(c.w_format, Affine) and c.w.scale is not None
+    assert c.w.scale is not None
     x_MK = c.x_hp.reshape(-1, c.k)
-    if c.w_format.per == "group":
+    if c.w_format.block:
         y_MN = torch.mm(x_MK, c.w_decoded().t())
     else:
         y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scale.to(c.dtype).flatten()

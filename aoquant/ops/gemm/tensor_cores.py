@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8, Format, tiles
+from aoquant.formats import Encoded, Format, tiles
 
 from .. import codec, native
 from ..call import Call
@@ -35,7 +35,7 @@ def _why_not(r: Request) -> str | None:
         return f"computes {' and '.join(_CONTRACTS)}, not {r.contract}"
     if r.device.type != "cuda":
         return "needs a CUDA device"
-    if isinstance(r.x_format, Float8) and r.x_format.block is not None and r.x_format.block == r.w_format.block:
+    if r.x_format is not None and r.x_format.sums_blocks and r.x_format.block == r.w_format.block:
         return f"sums whole rows, not the blocks of {r.x_format.name}"
     if r.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bfloat16 or float16, got {r.dtype}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Int4, TinyGemm
+from aoquant.formats import Encoded, Int4
 from aoquant.formats.elements import fma
 from aoquant.formats.tinygemm import fused_sums
 
@@ -136,7 +136,6 @@ def _why_not_cpu(r: Request) -> str | None:
 
 
 def _cpu(c: Call) -> Tensor:
-    assert isinstance(c.w_format, TinyGemm)
     packed, scales = pack_cpu(c.w_format, c.w)
     x_MK = c.x_hp.reshape(-1, c.k).contiguous()
     return c.plus_bias(_aten._weight_int4pack_mm_for_cpu(x_MK, packed, c.w_format.group, scales))
@@ -153,7 +152,6 @@ def _why_not_cuda(r: Request) -> str | None:
 
 
 def _cuda(c: Call) -> Tensor:
-    assert isinstance(c.w_format, TinyGemm)
     packed, scales = pack_cuda(c.w_format, c.w)
     x_MK = F.pad(c.x_hp.reshape(-1, c.k).bfloat16(), (0, -c.k % CUDA_K))
     y_MN: Any = _aten._weight_int4pack_mm(x_MK, packed, c.w_format.group, scales)

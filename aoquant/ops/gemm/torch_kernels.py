@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Float8
+from aoquant.formats import Encoded
 
 from ..call import Call
 from ..router import Backend, Multiply, Request
@@ -33,7 +33,7 @@ def _why_not_scaled_mm(r: Request) -> str | None:
         return "this torch has no torch._scaled_mm"
     if r.device.type == "cuda" and torch.cuda.get_device_capability(r.device) < (8, 9):
         return "torch._scaled_mm needs compute capability 8.9 (Ada, Hopper) or later"
-    if r.device.type == "cpu" and isinstance(r.w_format, Float8) and r.w_format.per == "row" and not _cpu_row_scales():
+    if r.device.type == "cpu" and r.w_format.reach == "row" and not _cpu_row_scales():
         return f"torch._scaled_mm of torch {torch.__version__} takes per-tensor scales only on a CPU (2.13 takes rows)"
     if r.k % 16 or r.n % 16:
         return f"torch._scaled_mm needs K and N to be multiples of 16, got K = {r.k}, N = {r.n}"
@@ -53,7 +53,7 @@ def _cpu_row_scales() -> bool:
 
 
 def _scaled_mm(c: Call) -> Tensor:
-    assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None
+    assert c.x is not None and c.x.scale is not None
     return c.shaped(_product(c.contract, c.x.codes, c.x.scale, c.w, c.bias, c.dtype))
 
 

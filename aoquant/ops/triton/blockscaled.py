@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded, NVFP4PowerOfTwo, Operand
+from aoquant.formats import MX, NVFP4, Encoded, Operand
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
@@ -257,9 +257,8 @@ def _encoder(
     return Launch(
         _encode, (programs,),
         n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=high, outer_blocks=rows // outers * k // format.block,
-        pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
-        OUTER=outer, POWER=isinstance(format, NVFP4PowerOfTwo),
-        RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        pts=format.fixed[0] if format.fixed else 0.0, OUTER=outer, POWER=format.power_of_two,
+        RULE=format.rule, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
         MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **mixing, **LAUNCH | {"num_warps": warps},
@@ -300,7 +299,7 @@ def encode(
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = partials = None
-    kind = "" if isinstance(format, MX) else format.outer
+    kind = format.outer
     outers = 1 if measured is None else measured.numel()
     if kind == "dynamic" and measured is not None:
         kind, outer = "measured" if outers == 1 else "stacked", measured
@@ -324,7 +323,7 @@ def _decoder(format: MX | NVFP4, rows: int, k: int, outer_rows: int) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),
         n_blocks=rows * k // format.block, blocks_per_row=k // format.block, OUTER_STRIDE=int(outer_rows > 1),
-        ELEMENT=format.element, MX_SCALE=isinstance(format, MX), OUTER=outer_rows > 0,
+        ELEMENT=format.element, MX_SCALE=format.block_scale == torch.float8_e8m0fnu, OUTER=outer_rows > 0,
         NB=TILE // format.block, B=format.block, **LAUNCH,
     )  # fmt: skip
 

@@ -183,13 +183,6 @@ def _decode(
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
-    """The factor of a decoded block's scale, after the outer scale."""
-    if isinstance(format, MXFP4Dialect):
-        return reciprocal(format.gain)
-    return reciprocal(NVFP4_TOP) if format.dialect == "te" else 1.0
-
-
 def encode(
     format: MXFP4Dialect | NVFP4Dialect,
     x_RK: Tensor,
@@ -210,15 +203,15 @@ def encode(
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = partials = None
-    if isinstance(format, NVFP4Dialect):
+    if format.per_tensor or format.fixed:
         outer = torch.empty(1, 1, dtype=torch.float32, device=device)
         partials = None if format.fixed else absmax_partials(x_RK.t() if across else x_RK)
-    alpha = outer if outer is None or _post(format) == 1.0 else torch.empty_like(outer)
+    alpha = outer if outer is None or format.post == 1.0 else torch.empty_like(outer)
     made = "" if dtype is None else "operand" if operand else "decode"
     launch = _encoder(format, rows, k, keep, made, transform, inverse, across)
     launch(x_RK, partials, codes, scale, outer, None if alpha is outer else alpha, values, None)
-    if isinstance(format, MXFP4Dialect) and format.gain != 1:
-        alpha = torch.full((1, 1), reciprocal(format.gain), dtype=torch.float32, device=device)
+    if format.gain != 1:
+        alpha = torch.full((1, 1), format.post, dtype=torch.float32, device=device)
     if codes is None or scale is None:
         return Side(None, values, alpha)
     return Side(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, alpha)
@@ -247,13 +240,10 @@ def _encoder(
     inverse: bool,
     across: bool,
 ) -> Launch:
-    fixed, warps, tile = 0.0, 1, TILE
-    kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "DYNAMIC": False, "G": 0, "SIGNS": 0, "MIX": 1.0}
-    if isinstance(format, MXFP4Dialect):
-        kind |= {"DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny}
-    else:
-        fixed = format.fixed[0] if format.fixed else 0.0
-        kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
+    warps, tile = 1, TILE
+    kind: dict[str, Any] = {
+        "DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny, "DYNAMIC": format.per_tensor, "G": 0, "SIGNS": 0, "MIX": 1.0,
+    }  # fmt: skip
     if transform is not None:
         kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
         warps = ENCODE_WARPS[transform.size]
@@ -261,8 +251,8 @@ def _encoder(
     high = TILE // format.block if across else 0
     programs = triton.cdiv(rows, high) * (k // format.block) if across else triton.cdiv(rows * k, tile)
     return Launch(
-        _encode, (programs,), n_blocks=rows * k // format.block, rows=rows, k=k, fixed=fixed, ACROSS=high,
-        POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
+        _encode, (programs,), n_blocks=rows * k // format.block, rows=rows, k=k, fixed=format.fixed[0] if format.fixed else 0.0, ACROSS=high,
+        POST=format.post, SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
         FACTOR=QUEST, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **kind, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
@@ -272,7 +262,7 @@ def _encoder(
 def _decoder(format: MXFP4Dialect | NVFP4Dialect, rows: int, k: int, outer_rows: int, operand: bool) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // format.block, blocks_per_row=k // format.block,
-        OUTER_STRIDE=int(outer_rows > 1), OUTER=outer_rows > 0, POST=1.0 if operand else _post(format), NB=TILE // format.block,
+        OUTER_STRIDE=int(outer_rows > 1), OUTER=outer_rows > 0, POST=1.0 if operand else format.post, NB=TILE // format.block,
         B=format.block, **LAUNCH,
     )  # fmt: skip
 

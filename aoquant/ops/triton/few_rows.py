@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format
-from aoquant.formats.gridflip import Shifts
 
 from .elements import e2m1_value, e8m0_value
 from .epilogue import finished
@@ -140,14 +139,13 @@ def _tiles_of_a_split(device: torch.device, n: int, k: int) -> int:
 def decode_mm(
     format: Format,
     kind: str,
-    shifts: Shifts,
     w: Encoded,
     x_MK: Tensor,
     alpha_x: Tensor | None,
     alpha_w: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """(M, N) in x's dtype. kind, shifts: `kind` and `shifts` of ops/gemm/few_rows.py. alpha_x: (M, 1) or (1, 1);
+    """(M, N) in x's dtype. kind: that of ops/gemm/few_rows.py. alpha_x: (M, 1) or (1, 1);
     alpha_w: (N, 1) or (1, 1); both float32.
     """
     assert w.scale is not None and format.block is not None
@@ -159,7 +157,7 @@ def decode_mm(
     partial = torch.empty(splits, m, n, dtype=torch.float32, device=x_MK.device)
     _partial[(triton.cdiv(n, BN), splits, triton.cdiv(m, bm))](
         x_MK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), partial, m, n, k, per_split,
-        KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts.even, ODD_SHIFT=shifts.odd,
+        KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=format.shifts[0], ODD_SHIFT=format.shifts[1],
         BM=bm, BN=BN, BK=BK, WHOLE=k == splits * per_split * BK, num_warps=4, num_stages=4, **LAUNCH,
     )  # fmt: skip
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8, Float8Mslk, Operand
+from aoquant.formats import Encoded, Float8, Operand
 from aoquant.formats.elements import ELEMENTS, FLOAT8
-from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
 
 from ..quantized import Side
@@ -178,9 +177,10 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
     }  # fmt: skip
     if format.per == "row":
         width = row_width(rows, k, LONGEST)
-        floor = ROW_FLOOR if isinstance(format, Float8Mslk) else 0.0
         warps = min(16, max(1, width // 512))
-        return Launch(_encode_row, (rows,), k=k, FLOOR=floor, B=width, ONCE=k <= width, num_warps=warps, **constants)
+        return Launch(
+            _encode_row, (rows,), k=k, FLOOR=format.row_floor, B=width, ONCE=k <= width, num_warps=warps, **constants
+        )
     if format.per == "tensor":
         return Launch(
             _encode_tensor, (triton.cdiv(rows * k, TILE),), n=rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants

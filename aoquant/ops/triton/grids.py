@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, FourOverSix, GridFlip, Operand
+from aoquant.formats import Encoded, FourOverSix, Operand
 from aoquant.formats.contest import AMAX_FLOOR, TOP
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
@@ -31,7 +31,7 @@ from .launch import on
 
 TILE = 512
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
-_EFFORTS = {"base": 1, "sided": 2, "search": 3}
+_EFFORTS = {"": 0, "base": 1, "sided": 2, "search": 3}
 KAPPA, FLOOR = tl.constexpr(5.2e-5), tl.constexpr(1.3e-5)  # as csrc/contest.cuh proves
 STEP = tl.constexpr(6291456.0)  # 1.5 * 2^22: E * STEP has half of E for a unit in the last place, whatever E = 2^e
 LARGE = tl.constexpr(2.0**100)
@@ -307,15 +307,15 @@ def encode(
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     by_row = format.outer == "row"
     outer = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=device)
-    flips = format if isinstance(format, GridFlip) else None
-    c = float32(flips.c) if flips else 0.0
+    even, odd = format.shifts
+    c = float32(even)
     tops = [float32(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
     with on(x_RK):
         found = None if format.fixed else (row_absmax if by_row else absmax_partials)(x_RK, finite=True)
         _encode[(triton.cdiv(rows * k, TILE),)](
             x_RK, found, codes, scale, outer, values, rows * k // 16, k // 16,
             format.fixed[0] if format.fixed else 0.0, c, *(n for v in tops for n in (v, reciprocal(v))),
-            EFFORT=_EFFORTS[flips.effort] if flips else 0, ALTERNATING=bool(flips and flips.alternating), ROUGH=c <= 0.29,
+            EFFORT=_EFFORTS[format.effort], ALTERNATING=odd != even, ROUGH=c <= 0.29,
             ROWS=by_row, CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
             NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
         )  # fmt: skip
@@ -329,12 +329,12 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     assert e.scale is not None and e.outer is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    flips = format if isinstance(format, GridFlip) else None
+    even, odd = format.shifts
     with on(e.codes):
         _decode[(triton.cdiv(rows * e.k, TILE),)](
             e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
-            1 if e.outer.shape[0] > 1 else 0, float32(flips.c) if flips else 0.0,
-            TILE_ROWS=format.tile, FLIPS=flips is not None, ALTERNATING=bool(flips and flips.alternating), OUTER=not operand,
+            1 if e.outer.shape[0] > 1 else 0, float32(even),
+            TILE_ROWS=format.tile, FLIPS=even != 0, ALTERNATING=odd != even, OUTER=not operand,
             NB=TILE // format.block, B=format.block, **LAUNCH,
         )  # fmt: skip
     return values

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format
-from aoquant.formats.gridflip import Shifts
 
 from .few_rows import BK, BN, LAUNCH, decoded_sums
 from .grouped import slot_of
@@ -85,7 +84,6 @@ def splits(s: int, n: int, k: int, programs: int) -> int:
 def decode_mm(
     format: Format,
     kind: str,
-    shifts: Shifts,
     w: Encoded,
     x_SK: Tensor,
     ends: Tensor,
@@ -93,8 +91,8 @@ def decode_mm(
     alpha_w: Tensor | None,
     programs: int,
 ) -> Tensor:
-    """(S, N) in x's dtype. w: experts' rows under each other, E * N. kind, shifts: `kind` and
-    `shifts` of ops/gemm/few_rows.py. ends: (E,) int32. alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous,
+    """(S, N) in x's dtype. w: experts' rows under each other, E * N. kind: that of
+    ops/gemm/few_rows.py. ends: (E,) int32. alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous,
     or None. programs: to have work for.
     """
     assert w.scale is not None and format.block is not None
@@ -109,7 +107,7 @@ def decode_mm(
     partial = torch.empty(ranges, s, n, dtype=torch.float32, device=x_SK.device)
     _partial[(triton.cdiv(n, BN), ranges, slots)](
         x_SK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), ends, partial, s, n, k,
-        experts, per_split, KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts.even, ODD_SHIFT=shifts.odd,
+        experts, per_split, KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=format.shifts[0], ODD_SHIFT=format.shifts[1],
         E=e, BM=bm, BN=BN, BK=BK, WHOLE=k == ranges * per_split * BK, num_warps=4, num_stages=4, **LAUNCH,
     )  # fmt: skip
     y_SN = torch.empty(s, n, dtype=x_SK.dtype, device=x_SK.device)

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Affine, Encoded, Format, Int4, Operand
-from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.vllm import Int8Vllm, Int8VllmReciprocal
 
@@ -236,8 +235,8 @@ def _encoder(
     return Launch(
         _encode, (triton.cdiv(n_blocks, nb),), n_blocks=n_blocks, block=block, n=rows * k,
         INT4=int4, VLLM=_FACTOR_OF.get(type(format), ""), TENSOR=per == "tensor", ASYMMETRIC=asymmetric,
-        FLOAT32_SCALE=isinstance(format, Affine) and format.scales == "float32", LOW=float(low), HIGH=float(high),
-        EPS=INT4_EPS if isinstance(format, Int4) else format._eps(source), RECIPROCAL=reciprocal(steps), BITS=format.bits,
+        FLOAT32_SCALE=format.scales == "float32", LOW=float(low), HIGH=float(high),
+        EPS=format._eps(source), RECIPROCAL=reciprocal(steps), BITS=format.bits,
         CODES=codes, VALUES=dtype is not None, CENTRED=operand and per != "group",
         FUSED=None if dtype is None else _fused(format, scale_dtype, dtype), DTYPE=TL_DTYPE[scale_dtype if int4 else source], NB=nb, B=width,
         N_PARTIALS=PARTIALS, num_warps=min(16, nb * width // TILE), **NO_FUSION,
@@ -293,7 +292,7 @@ def _decoder(
     nb = TILE // width
     return Launch(
         _decode, (triton.cdiv(n_blocks, nb), triton.cdiv(block, width)), n_blocks=n_blocks, block=block,
-        SCALE_STRIDE=int(scales > 1), INT4=isinstance(format, Int4), BITS=format.bits,
+        SCALE_STRIDE=int(scales > 1), INT4=format.element == "int4", BITS=format.bits,
         CENTRED=operand and format.block is None, FUSED=_fused(format, scale_dtype, dtype), NB=nb, B=width, num_warps=1, **NO_FUSION,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import MX, Encoded, NVFP4Dialect, Operand, Random
+from aoquant.formats import Encoded, Operand, Random
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
@@ -254,14 +254,14 @@ def _kind(operand: Operand | None) -> str:
     """How a side is rounded."""
     if operand is None:
         return ""
-    return "mx" if isinstance(operand.format, MX) else "te" if isinstance(operand.format, NVFP4Dialect) else "drawn"
+    return "drawn" if operand.format.draws else "mx" if operand.format.family.startswith("mx") else "te"
 
 
 def _side(name: str, operand: Operand | None) -> dict[str, Any]:
     """The arguments of one side."""
-    kind, element, rule = _kind(operand), "e2m1" if operand is not None else "", ""
-    if operand is not None and isinstance(operand.format, MX):
-        element, rule = operand.format.element, operand.format.rule
+    format: Any = None if operand is None else operand.format
+    kind, element = _kind(operand), "" if format is None else format.element
+    rule = format.rule if kind == "mx" else ""
     of = ELEMENTS[element or "e2m1"]
     return {
         f"{name}_KIND": kind, f"{name}_ELEMENT": element, f"{name}_RULE": rule, f"{name}_MAX_POW2": of.max_pow2,

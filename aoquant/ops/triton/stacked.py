@@ -154,13 +154,13 @@ def values(
     """
     experts, k, n = x_EKN.shape
     made, device = torch.empty_like(x_EKN, dtype=dtype), x_EKN.device
-    if isinstance(format, Float8):
+    if format.block is None:
         amax = torch.zeros(experts * n, dtype=torch.int32, device=device)
         _finder(experts, k, n)(x_EKN, amax)
         scale = torch.empty(experts * n, 1, dtype=torch.float32, device=device)
         _float8_encoder(format, experts, k, n, x_EKN.dtype, not operand)(x_EKN, amax, scale, made)
         return made, scale
-    if isinstance(format, Int4):
+    if format.element == "int4":
         _int4_encoder(format, experts, k, n, x_EKN.dtype, dtype)(x_EKN, made)
         return made, None
     _block_encoder(format, experts, k, n, not operand)(x_EKN, outer, made)
@@ -179,7 +179,7 @@ def _block_encoder(format: MX | NVFP4, experts: int, k: int, n: int, decode: boo
     grid, common = _tiles(experts, k, n, format.block)
     of = ELEMENTS[format.element]
     return Launch(
-        _blocks, grid, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        _blocks, grid, RULE=format.rule, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
         MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=format.element, FLOOR=E4M3_FLOOR, DECODE=decode, **common,
     )  # fmt: skip
 

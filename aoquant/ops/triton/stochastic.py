@@ -30,7 +30,7 @@ from aoquant.formats import Encoded, Operand, Random
 from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
 from aoquant.formats.random import SIGNS, Place, Span
 from aoquant.formats.scales import reciprocal
-from aoquant.formats.stochastic import E4M3_LEAST, E4M3_MAX, EDEN_MAX, EDEN_SCALE, SR_MAX, THIRDS, MSEden, MXStochastic
+from aoquant.formats.stochastic import THIRDS
 
 from ..quantized import Side
 from .amax import PARTIALS, absmax_partials
@@ -354,7 +354,7 @@ def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, out
     outer = torch.empty(1, 1, dtype=torch.float32, device=device)
     values = torch.empty(rows, k, dtype=dtype, device=device)
     partials = None
-    scaled = not isinstance(inner, MXStochastic)
+    scaled = inner.block_scale != torch.float8_e8m0fnu
     if scaled and outer_scale is None:
         partials = (
             torch.empty(PARTIALS, dtype=torch.int32, device=device)
@@ -365,18 +365,15 @@ def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, out
         x_RK, across, size = _rotated(x_RK, across, size, random, partials), False, 0
     launch = _drawing(inner, rows, k, across, size, random.side, random.place)
     launch(x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values)
-    native = torch.float8_e8m0fnu if isinstance(inner, MXStochastic) else torch.float8_e4m3fn
-    return Side(Encoded(codes, scale.view(native), None, outer, k), values, outer)
+    assert inner.block_scale is not None
+    return Side(Encoded(codes, scale.view(inner.block_scale), None, outer, k), values, outer)
 
 
 @lru_cache(LAUNCHES)
 def _drawing(inner: Any, rows: int, k: int, across: bool, size: int, side: int, place: Place | None) -> Launch:
-    amax_over_scale, largest, smallest = (
-        (EDEN_MAX, EDEN_SCALE, E4M3_LEAST) if isinstance(inner, MSEden) else (SR_MAX, E4M3_MAX, E4M3_FLOOR)
-    )
     tiles, how = _tiling(rows, k, across, size, inner.block)
     return Launch(
         _draw, (tiles,), side=side, signs_side=SIGNS + side // 2, **_where(place), KIND=inner.name,
-        PTS_RECIPROCAL=reciprocal(amax_over_scale * largest), RECIPROCAL=reciprocal(amax_over_scale), LEAST=smallest,
+        PTS_RECIPROCAL=reciprocal(inner.largest * inner.top_scale), RECIPROCAL=reciprocal(inner.largest), LEAST=inner.least,
         SMALLEST_PTS=8 * PTS_FLOOR, NORMAL=E4M3_FLOOR, THIRDS=THIRDS, N_PARTIALS=PARTIALS, B=inner.block, **how,
     )  # fmt: skip

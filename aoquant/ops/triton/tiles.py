@@ -136,22 +136,18 @@ def _decode(
     tl.store(values_ptr + at, (value * step[:, None]).to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _element(format: MXSquare | NVFP4Dialect) -> str:
-    return format.element if isinstance(format, MXSquare) else "e2m1"
-
-
 def _common(format: MXSquare | NVFP4Dialect, rows: int, k: int) -> tuple[tuple[int, int], dict[str, Any]]:
     """(the grid, arguments of both kernels)."""
     t = format.tile_rows
     n = SIDE_BY_SIDE[t]
-    arguments = {"rows": rows, "k": k, "ELEMENT": _element(format), "T": t, "N": n, "num_warps": WARPS[t]}
+    arguments = {"rows": rows, "k": k, "ELEMENT": format.element, "T": t, "N": n, "num_warps": WARPS[t]}
     return (triton.cdiv(rows, t), triton.cdiv(k, t * n)), {**arguments, "POST": reciprocal(NVFP4_TOP), **NO_FUSION}
 
 
 @lru_cache(LAUNCHES)
 def _encoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, codes: bool, values: str) -> Launch:
     grid, common = _common(format, rows, k)
-    of = ELEMENTS[_element(format)]
+    of = ELEMENTS[format.element]
     return Launch(
         _encode, grid, LIMIT=of.largest, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest), MANTISSA=of.mantissa, LARGEST=FLOAT32_MAX,
         CODES=codes, VALUES=values, N_PARTIALS=PARTIALS, **common,
@@ -172,7 +168,7 @@ def encode(
     measured, mix: not used.
     """
     x_RK = x_RK.contiguous()
-    (rows, k), device, t, mx = x_RK.shape, x_RK.device, format.tile_rows, isinstance(format, MXSquare)
+    (rows, k), device, t, mx = x_RK.shape, x_RK.device, format.tile_rows, format.family == "mxfp8"
     codes = torch.empty(rows, k if mx else k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(-(-rows // t), k // t, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
@@ -183,9 +179,8 @@ def encode(
     launch(x_RK, partials, codes, scale, outer, alpha, values)
     if codes is None or scale is None:
         return Side(None, values, alpha)
-    native = FLOAT8[format.element] if isinstance(format, MXSquare) else torch.uint8
-    stored = torch.float8_e8m0fnu if mx else torch.float8_e4m3fn
-    return Side(Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha)
+    native = FLOAT8[format.element] if mx else torch.uint8
+    return Side(Encoded(codes.view(native), scale.view(format.block_scale), None, outer, k), values, alpha)
 
 
 @lru_cache(LAUNCHES)
