@@ -34,7 +34,7 @@ from aoquant import QATConfig, backend, explain, get_format, list_formats, list_
 from aoquant.calibrate import uncalibrated
 from aoquant.formats import Encoded, Format, as_operand
 from aoquant.ops import CodecRequest, codec, native
-from aoquant.ops.gemm.few_rows import alpha_of, kind, plan_of, shifts
+from aoquant.ops.gemm.few_rows import alpha_of, kind, plan_of
 from aoquant.ops.linear_plan import CUDA_FORMATS, ROW_FORMATS
 from aoquant.ops.quantized import Ask
 
@@ -122,7 +122,7 @@ def multiply(weight: Weight, m: int) -> None:
     assert how is not None
     alpha_x = torch.ones(m if m % 2 else 1, 1).cuda()
     bias = [None, torch.zeros(n), torch.zeros(n, dtype=dtype)][m % 3]
-    constants = CUDA_FORMATS[how], f.block or 1, f.tile_rows, *shifts(f)
+    constants = CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts
     given = None if bias is None else bias.cuda()
     call("decode_mm", weight.x(m), w.codes, w.scale, w.zero, alpha_x, alpha_of(f, w), given, *constants)
 
