@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
-from aoquant.formats import Encoded, Float8, Scales
+from aoquant.formats import Encoded, Scales
 from aoquant.layers.checks import (
     cast,
     check_device,
@@ -186,7 +186,7 @@ def _why_not_recipe(recipe: LinearRecipe) -> str | None:
         return "computes a backward in high precision, straight through, of dynamic scales"
     if not recipe.batch_invariant or (x is not None and (x.draws or x.fitted)):
         return f"encodes activations row by row, not as {recipe.input_name}"
-    if x is not None and isinstance(x.format, Float8) and x.format.block is not None and x.format.block == w.block:
+    if x is not None and x.format.sums_blocks and x.format.block == w.block:
         return "sums whole rows, not blocks of float8"
     return None
 

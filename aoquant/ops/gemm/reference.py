@@ -180,7 +180,7 @@ def _bound(decode: Decode) -> Callable[[Request, Encoded], Multiply | None]:
 
     def bind(r: Request, w: Encoded) -> Multiply | None:
         f = r.w_format
-        if r.contract != "aoquant" or (isinstance(r.x_format, Float8) and r.x_format.block is not None):
+        if r.contract != "aoquant" or (r.x_format is not None and r.x_format.sums_blocks):
             return None
 
         def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
