@@ -297,12 +297,20 @@ def history(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: An
     """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time; qat: options of
     QATConfig.
     """
-    with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
-        run(drawn, before, after, cast_to, qat)
-
-
-def run(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: Any, qat: dict[str, str]) -> None:
     model, xs = Model([d.linear() for d in drawn]), [d.input() for d in drawn]
+    with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
+        run(model, xs, drawn, before, after, cast_to, qat)
+
+
+def run(
+    model: Model,
+    xs: list[Tensor],
+    drawn: list[Layer],
+    before: list[Any],
+    after: list[Any],
+    cast_to: Any,
+    qat: dict[str, str],
+) -> None:
     config = config_of(drawn)
     finite = all(bool(linear.weight.isfinite().all()) for linear in model.layers)
     try:
