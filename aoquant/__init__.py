@@ -25,14 +25,15 @@ from aoquant.config import (
     PackedWeightConfig,
     QATConfig,
 )
-from aoquant.experts.packed import packed_experts
+from aoquant.experts.packed_experts import packed_experts
 from aoquant.experts.routers import freeze_routers
 from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.hybrid import Cast, HybridConfig
-from aoquant.layers.fixed import fixed_weights
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.switches import set_fake_quant, unprepare
+from aoquant.linear.fixed_weights import fixed_weights
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.switches import set_fake_quant, unprepare
+from aoquant.linear.tensor import PackedTensor
 from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend
 from aoquant.optimizer_groups import parameter_groups
@@ -42,7 +43,6 @@ from aoquant.recipes import Recipe, get_recipe, list_recipes
 from aoquant.refresh import refresh_
 from aoquant.report import Report, report, verify
 from aoquant.report.routing import RouterDrift, router_drift
-from aoquant.tensor import PackedTensor
 from aoquant.tools.explain import explain
 from aoquant.tools.packed_linear import packed_linear
 from aoquant.transforms import WUSH, Hadamard

@@ -22,11 +22,11 @@ from aoquant._messages import AoquantWarning
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
 from aoquant.hybrid import HybridConfig
-from aoquant.layers.kinds import is_layer, is_linear, kind_of
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.kinds import is_layer, is_linear, kind_of
+from aoquant.linear.prepared import QATLayer
+from aoquant.linear.tensor import same_bits
 from aoquant.planning.plan import plan_layer
 from aoquant.quantize import apply
-from aoquant.tensor import same_bits
 
 OWN_CONFIGS = tuple(
     c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, WeightConfig) and c is not WeightConfig

@@ -40,16 +40,23 @@ _INSTALLED: tuple[tuple[str, str, tuple[type[Exception], ...]], ...] = (
 # old module -> where its classes are now, or "" where nothing reads their objects any more. Pickles name a class by its
 # module, and load through this table alone.
 MOVED = {
-    "aoquant.embedding": "aoquant.layers.embedding",
+    "aoquant.embedding": "aoquant.linear.embedding",
     "aoquant.integrations.peft_parameters": "aoquant.integrations.peft_layers",
+    "aoquant.layers.direct_reads": "aoquant.linear.direct_reads",
+    "aoquant.layers.embedding": "aoquant.linear.embedding",
     "aoquant.layers.experts": "aoquant.experts.prepared",
-    "aoquant.layers.packed_experts": "aoquant.experts.packed",
+    "aoquant.layers.packed": "aoquant.linear.packed",
+    "aoquant.layers.packed_experts": "aoquant.experts.packed_experts",
+    "aoquant.layers.qat": "aoquant.linear.prepared",
+    "aoquant.layers.recipe": "aoquant.linear.recipe",
     "aoquant.layers.shared_operands": "",
     "aoquant.layers.sides": "",
     "aoquant.parallel.experts": "aoquant.experts.sharded",
+    "aoquant.parallel.packed": "aoquant.linear.sharded_packed",
     "aoquant.plan": "aoquant.planning.plan",
-    "aoquant.qat": "aoquant.layers.qat",
-    "aoquant.sharded": "aoquant.layers.sharded_packed",
+    "aoquant.qat": "aoquant.linear.prepared",
+    "aoquant.sharded": "aoquant.linear.sharded_packed",
+    "aoquant.tensor": "aoquant.linear.tensor",
 }
 
 # what torchao logs for each of its libraries that was built for another Python or GPU, and torch for each Enum of
@@ -153,8 +160,8 @@ def _allow_packed_tensor(module: ModuleType) -> None:
     from torchao.quantization import PerBlock
 
     from aoquant import _config_guard
-    from aoquant.experts.packed import PackedExperts
-    from aoquant.tensor import PackedTensor
+    from aoquant.experts.packed_experts import PackedExperts
+    from aoquant.linear.tensor import PackedTensor
 
     try:
         # torchao writes PerBlock for its own Float8Tensors, and its reader knows PerRow and PerTensor alone

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from aoquant._messages import check_model, listed, track
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
-from aoquant.layers import held
-from aoquant.layers.checks import cast, check_width
-from aoquant.layers.qat import PreparedModule, QATLinear
+from aoquant.linear import held
+from aoquant.linear.checks import cast, check_width
+from aoquant.linear.prepared import PreparedModule, QATLinear
 from aoquant.planning.fused import share_outer_scales
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush

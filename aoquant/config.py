@@ -35,7 +35,7 @@ from aoquant.formats import (
 )
 from aoquant.formats.operand import SCALES
 from aoquant.hybrid import HybridConfig, backward_slots, check_seed
-from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
+from aoquant.linear.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
 STEPS = ("prepare", "convert")

@@ -5,7 +5,7 @@
     wgrad  dW = dy^T x     wgrad_grad_output    wgrad_input
 
 A cast is a format and its source: "original", the high-precision tensor, which loses least; or "forward", the value
-that fprop made of it, so that backward differentiates the function that forward computed. `layers/law.py` says which
+that fprop made of it, so that backward differentiates the function that forward computed. `linear/law.py` says which
 casts may meet; a config that breaks the law is never built.
 
 The forward's pair is what convert deploys. Configs are values: a change of mind is another config, given to `quantize_`
@@ -23,9 +23,9 @@ from torchao.core.config import AOBaseConfig
 
 from aoquant.formats import HighPrecision, Operand, get_operand
 from aoquant.formats.delayed import SELECTS
-from aoquant.layers import law
-from aoquant.layers.law import SAVES
-from aoquant.layers.recipe import BACKWARD, LinearRecipe
+from aoquant.linear import law
+from aoquant.linear.law import SAVES
+from aoquant.linear.recipe import BACKWARD, LinearRecipe
 
 BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
 SOURCES = {"dgrad_weight": "forward"}  # default source of each cast; "original" for the casts that are not here

@@ -1,6 +1,6 @@
 """`quantized_model_init`: a model whose linear layers multiply codes, and float32 masters for the optimizer.
 
-A layer holds the codes and scales of a float32 master (`layers/mastered.py`), which is the parameter; after
+A layer holds the codes and scales of a float32 master (`linear/mastered.py`), which is the parameter; after
 `optimizer.step()` every layer takes the codes of its master anew. Training is that of the prepared float32 model, bit
 for bit, without encoding weights more than once a step, and without a second copy of them in bf16. A model in bf16
 stays one: its layers take and give bf16.
@@ -20,12 +20,12 @@ from torchao.quantization import FqnToConfig
 
 from aoquant._messages import check_model
 from aoquant.config import QATConfig
+from aoquant.distributed.gathered import GatheredWeight
 from aoquant.hybrid import HybridConfig
-from aoquant.layers.kinds import kind_of
-from aoquant.layers.mastered import MasterCodes, MasteredLinear, codes_of, hold_codes, release_codes
-from aoquant.layers.qat import PreparedModule, QATLinear
-from aoquant.layers.weight_codes import reads_values
-from aoquant.parallel.gathered import GatheredWeight
+from aoquant.linear.kinds import kind_of
+from aoquant.linear.mastered import MasterCodes, MasteredLinear, codes_of, hold_codes, release_codes
+from aoquant.linear.prepared import PreparedModule, QATLinear
+from aoquant.linear.weight_codes import reads_values
 from aoquant.quantize import quantize_
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from aoquant._messages import check_model
-from aoquant.layers.learned_scales import learned_scales
+from aoquant.linear.learned_scales import learned_scales
 from aoquant.planning.heads import heads
 
 

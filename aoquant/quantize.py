@@ -26,23 +26,23 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import ops
 from aoquant._messages import AoquantWarning, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
+from aoquant.distributed import fsdp
 from aoquant.formats import Encoded, MXFP4Dialect, Operand, Scales, tiles
-from aoquant.layers import direct_reads, fast_path, replaced
-from aoquant.layers import sharded_packed as sharded
-from aoquant.layers.learned_scales import not_positive
-from aoquant.layers.packed import PackedLinear, adopt, described
-from aoquant.layers.qat import Prepared, QATLayer, QATLinear
-from aoquant.parallel import fsdp
+from aoquant.linear import direct_reads, fast_path, replaced
+from aoquant.linear import sharded_packed as sharded
+from aoquant.linear.learned_scales import not_positive
+from aoquant.linear.packed import PackedLinear, adopt, described
+from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import coverage, fused, half
 from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter, is_asked
 from aoquant.planning.plan import Plan, plan
 from aoquant.planning.restore import restoring
-from aoquant.planning.stacks import apply as apply_stack
+from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
 from aoquant.recipes import trained
 from aoquant.targets.kernels import why_not_run
-from aoquant.tensor import PackedTensor
 
 _log = logging.getLogger("aoquant.quantize")
 

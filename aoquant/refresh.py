@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant._messages import check_model
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded
-from aoquant.layers.qat import QATLayer, QATLinear
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.prepared import QATLayer, QATLinear
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 
 @torch.no_grad()

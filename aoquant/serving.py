@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 
 ENGINES = {"vllm": ("h100", "h200", "b200"), "llama.cpp": ("cpu", "cuda")}
 VLLM_INT8 = ("int8-row-vllm", "int8-row-vllm-reciprocal")  # on a GPU, on a CPU

@@ -22,16 +22,16 @@ from torchao.quantization import FqnToConfig
 from aoquant._messages import AoquantWarning, check_model
 from aoquant.config import QATConfig
 from aoquant.experts.families import stacks_of
-from aoquant.experts.packed import PackedExperts, stacked
+from aoquant.experts.packed_experts import PackedExperts, stacked
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Scales
-from aoquant.layers import held, replaced
-from aoquant.layers.kinds import kind_of
-from aoquant.layers.qat import Prepared
+from aoquant.linear import held, replaced
+from aoquant.linear.kinds import kind_of
+from aoquant.linear.prepared import Prepared
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.plan import prepare_target
 from aoquant.planning.restore import restoring
 from aoquant.quantize import config_of, packed_config, quantize_
-from aoquant.tensor import PackedTensor
 
 _STEPS = 4  # floats that a weight may move
 

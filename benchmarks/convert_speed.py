@@ -29,10 +29,10 @@ from record_golden import versions
 from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, calibrate, quantize_
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.tensor import same_bits
 from aoquant.recipes import list_recipes
 from aoquant.targets import resolve
-from aoquant.tensor import same_bits
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 HIDDEN, KV, FFN = 4096, 1024, 14336

@@ -40,10 +40,10 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, backend, calibrate, explain, quantize_
+from aoquant.linear.tensor import same_bits
 from aoquant.ops import Request
 from aoquant.recipes import list_recipes
 from aoquant.report.measure import sqnr
-from aoquant.tensor import same_bits
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 MS = (1, 16, 64, 512, 2048)

@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from aoquant import QATConfig, quantize_
-from aoquant.layers.qat import RANDOM
+from aoquant.linear.prepared import RANDOM
 
 MIXES = ("fp8-hybrid", "mxfp8-nvfp4", "nvfp4-mxfp8", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
 PEERS = ("tensorwise", "rowwise")

@@ -39,7 +39,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aoquant import QATConfig, quantize_
-from aoquant.experts.grouped import Rows, grouped_at_once, why_not_at_once
+from aoquant.experts.grouped_linear import Rows, grouped_at_once, why_not_at_once
 from aoquant.formats import Encoded
 from aoquant.ops import stacks
 from aoquant.recipes import get_recipe

@@ -1,7 +1,7 @@
 // Blocks of 16 values of formats whose rows are encoded one by one, as the operand of a product or as decoded values.
 //
 // The arithmetic is the reference's (formats/blockscaled.py, formats/float8.py) in the order of the Triton kernels that
-// encode many rows (ops/triton/nvfp4_rows.py, ops/triton/float8.py, ops/triton/blockscaled.py), so the bytes are theirs.
+// encode many rows (ops/triton/nvfp4_rows.py, ops/triton/float8_kernels.py, ops/triton/blockscaled_kernels.py), so the bytes are theirs.
 #pragma once
 
 #include "block_scales.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store16(T* p, const Sixteen& v) {
   reinterpret_cast<uint4*>(p)[1] = v.half[1];
 }
 
-// v >= 0 -> the bits of 2^23 + the index of the nearest e2m1 magnitude, saturating (ops/triton/elements.py).
+// v >= 0 -> the bits of 2^23 + the index of the nearest e2m1 magnitude, saturating (ops/triton/element_codes.py).
 __device__ __forceinline__ uint32_t e2m1_index(float v) {
   const float low = fminf(__fmaf_rn(v, 2.0f, INTEGERS), __fadd_rn(v, INTEGERS + 2.0f));
   return __float_as_uint(fminf(fminf(low, __fmaf_rn(v, 0.5f, INTEGERS + 4.0f)), INTEGERS + 7.0f));

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
+from aoquant.distributed import ranks
+from aoquant.distributed.fsdp import layer_class, swap_class
 from aoquant.experts import sharded
 from aoquant.experts.families import reading_of
-from aoquant.experts.grouped import Rows, grouped_bias, why_not_at_once
+from aoquant.experts.grouped_linear import Rows, grouped_bias, why_not_at_once
 from aoquant.experts.stack import Stack
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
-from aoquant.layers import held
-from aoquant.layers.qat import Prepared, PreparedModule
-from aoquant.parallel import ranks
-from aoquant.parallel.fsdp import layer_class, swap_class
+from aoquant.linear import held
+from aoquant.linear.prepared import Prepared, PreparedModule
 
 
 class QATExperts(PreparedModule):

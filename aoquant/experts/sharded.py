@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.parallel.fsdp import GATHER
+from aoquant.distributed.fsdp import GATHER
+from aoquant.linear.recipe import LinearRecipe
 
 GATHERS = "_aoquant_gathers"  # attribute of a module whose packed experts are gathered for a forward
 # Attribute of transformers' experts, from 5.24 on: its forwards skip the number behind the last expert only where this

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.experts.grouped import Rows, grouped_at_once, grouped_in_a_loop, why_not_at_once
+from aoquant.experts.grouped_linear import Rows, grouped_at_once, grouped_in_a_loop, why_not_at_once
 from aoquant.formats import Scales
-from aoquant.layers.checks import autocasts, check_dtype, compute_dtype
-from aoquant.layers.function import quantized_linear
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.checks import autocasts, check_dtype, compute_dtype
+from aoquant.linear.function import quantized_linear
+from aoquant.linear.recipe import LinearRecipe
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from torch import nn
 
 from aoquant import serving
 from aoquant._messages import check_path
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from aoquant.export.fused_checks import unequal
 from aoquant.export.source import Source
 from aoquant.export.targets import Unfit
 from aoquant.export.weights import Weight
-from aoquant.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor
 
 CHECKS = {"compressed-tensors": "compressed", "modelopt": "modelopt", "gguf": "ggml_types"}
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from aoquant.export.targets import Stored, Unfit, one_outer, power_of_two, recipe_name, symmetric
 from aoquant.formats import MX, Affine, Float8, Format, Operand, get_format
 from aoquant.formats.ggml import KINDS
+from aoquant.linear.tensor import PackedTensor
 from aoquant.serving import differences
-from aoquant.tensor import PackedTensor
 
 _E8M0 = {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 _E4M3 = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}

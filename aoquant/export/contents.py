@@ -20,7 +20,7 @@ from aoquant.export.advice import other_formats
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
 from aoquant.export.weights import Weight
-from aoquant.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor
 
 Store = Callable[[PackedTensor], Stored]
 

@@ -1,6 +1,6 @@
 """A folder of safetensors, filled a layer at a time, that can be continued after an interrupt.
 
-The folder is staged (`integrations/atomic.py`) until it is complete, and has no config.json before that, so it cannot
+The folder is staged (`files/atomic.py`) until it is complete, and has no config.json before that, so it cannot
 be loaded by mistake. A journal in it names the source and what is on the disk already, with checksums; the same export,
 started again, continues there, and any other one starts anew.
 """
@@ -17,9 +17,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from aoquant._messages import bar
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.atomic import Staged, flush
-from aoquant.integrations.safetensors_file import StoredTensor, header, replace_metadata, reserve
+from aoquant.files import checkpoint, checksums
+from aoquant.files.atomic import Staged, flush
+from aoquant.files.safetensors_file import StoredTensor, header, replace_metadata, reserve
 
 FLUSHED = 1 << 28  # bytes between two entries of the journal
 _JOURNAL = "journal"

@@ -17,10 +17,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from aoquant._messages import bar
 from aoquant.experts.families import experts_of, stacks_of
+from aoquant.files import checkpoint, checksums
+from aoquant.files.safetensors_file import StoredTensor, header, read_json
+from aoquant.files.stored_names import Piece, keep_wide, model_names, pieces_of
 from aoquant.formats import FLOAT_DTYPES
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.safetensors_file import StoredTensor, header, read_json
-from aoquant.integrations.stored_names import Piece, keep_wide, model_names, pieces_of
 
 
 class Filling:

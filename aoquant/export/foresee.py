@@ -14,9 +14,9 @@ from aoquant.export.advice import CHECKS
 from aoquant.export.fused_checks import apart
 from aoquant.export.targets import Unfit
 from aoquant.formats import Operand, Scales
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.fused import shares
-from aoquant.tensor import PackedTensor
 
 _SIZES = {"q_proj": 1.0, "k_proj": 3.0}  # of the siblings' weights, whose own outer scales differ then
 _LAYOUTS = ("compressed-tensors", "modelopt")

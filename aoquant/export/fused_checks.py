@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning
 from aoquant.export.targets import Stored
-from aoquant.integrations.checkpoint import some
+from aoquant.files.checkpoint import some
 from aoquant.planning.fused import siblings
 
 _OUTER = "outer scale"

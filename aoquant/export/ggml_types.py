@@ -25,7 +25,7 @@ from torch import Tensor
 
 from aoquant.export.targets import Stored, Unfit, one_outer, recipe_name
 from aoquant.formats import Format, Operand, layout
-from aoquant.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor
 
 _UNROUNDED = "llama.cpp multiplies by code * scale in float32, which training rounded to {}: train q4_0, q4_1 or q8_0 for equal values"
 

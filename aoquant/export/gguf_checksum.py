@@ -9,7 +9,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from aoquant.integrations.safetensors_file import PIECE, reading
+from aoquant.files.safetensors_file import PIECE, reading
 
 PLACEHOLDER = ("aoquant.crc32", "0" * 8)
 _STRING = 8  # GGUF's type of the value

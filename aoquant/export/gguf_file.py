@@ -28,8 +28,8 @@ from aoquant.export.contents import Contents, contents_of, values
 from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
 from aoquant.export.source import Source
-from aoquant.integrations.atomic import Staged, check_free
-from aoquant.tensor import PackedTensor
+from aoquant.files.atomic import Staged, check_free
+from aoquant.linear.tensor import PackedTensor
 
 _TYPES = {
     torch.float32: GGMLQuantizationType.F32,

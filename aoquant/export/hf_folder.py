@@ -19,10 +19,10 @@ from aoquant.export.filled_folder import Folder
 from aoquant.export.fused_checks import warn_mixed
 from aoquant.export.source import Source
 from aoquant.export.targets import Description
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.atomic import check_free
-from aoquant.integrations.safetensors_file import reading
-from aoquant.tensor import PackedTensor
+from aoquant.files import checkpoint, checksums
+from aoquant.files.atomic import check_free
+from aoquant.files.safetensors_file import reading
+from aoquant.linear.tensor import PackedTensor
 
 _NOT_COPIED = re.compile(
     r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|(config|aoquant_run)\.json"

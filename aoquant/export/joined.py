@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aoquant.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor
 
 _PARTS = (*PackedTensor.tensor_data_names, *PackedTensor.optional_tensor_data_names)
 

@@ -29,8 +29,8 @@ from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
 from aoquant.export.targets import Description, Stored, Unfit, one_outer
 from aoquant.formats import get_format
+from aoquant.linear.tensor import PackedTensor
 from aoquant.serving import differences
-from aoquant.tensor import PackedTensor
 
 
 def store(p: PackedTensor) -> Stored:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aoquant._messages import AoquantWarning
-from aoquant.experts.packed import packed_experts
+from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
+from aoquant.files.stored_names import Piece
 from aoquant.formats import Encoded, Format, Operand, get_format, layout
-from aoquant.integrations.stored_names import Piece
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 _PARTS = (
     "weight",

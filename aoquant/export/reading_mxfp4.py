@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aoquant.experts.families import is_transposed
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.export.filling import Filling
 
 _NAN = 0xFF  # of e8m0

@@ -21,17 +21,17 @@ from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_s
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from aoquant.experts.packed import PackedExperts
+from aoquant.distributed import fsdp
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.routers import routers_of
 from aoquant.export.weights import Weight, as_stored
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.atomic import POINTER
-from aoquant.integrations.safetensors_file import StoredTensor, header, read_json
-from aoquant.integrations.stored_names import model_names, warn_of_dtypes
-from aoquant.layers.kinds import is_layer, matrix_of
-from aoquant.layers.qat import PreparedModule
-from aoquant.parallel import fsdp
-from aoquant.tensor import PackedTensor
+from aoquant.files import checkpoint, checksums
+from aoquant.files.atomic import POINTER
+from aoquant.files.safetensors_file import StoredTensor, header, read_json
+from aoquant.files.stored_names import model_names, warn_of_dtypes
+from aoquant.linear.kinds import is_layer, matrix_of
+from aoquant.linear.prepared import PreparedModule
+from aoquant.linear.tensor import PackedTensor
 
 
 @dataclass(frozen=True)

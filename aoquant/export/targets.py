@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aoquant.config import WeightConfig
+from aoquant.linear.tensor import PackedTensor
 from aoquant.recipes import list_recipes
-from aoquant.tensor import PackedTensor
 
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")  # one expert's matrix, by its module; the group names all of the layer's
 

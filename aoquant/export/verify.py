@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aoquant.export import gguf_checksum
-from aoquant.integrations import checkpoint, checksums
+from aoquant.files import checkpoint, checksums
 
 
 def verify(folder: Path) -> str:

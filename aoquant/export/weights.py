@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from aoquant.experts.families import experts_of, stacks_of
-from aoquant.integrations.safetensors_file import StoredTensor
-from aoquant.integrations.stored_names import Piece, pieces_of, stored_names
-from aoquant.layers.packed_moves import cut_rows
-from aoquant.tensor import PackedTensor
+from aoquant.files.safetensors_file import StoredTensor
+from aoquant.files.stored_names import Piece, pieces_of, stored_names
+from aoquant.linear.packed_moves import cut_rows
+from aoquant.linear.tensor import PackedTensor
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 from transformers.pytorch_utils import Conv1D
 
-from aoquant.layers.kinds import KINDS, Kind
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.kinds import KINDS, Kind
+from aoquant.linear.prepared import QATLinear
 
 
 class QATConv1D(QATLinear, Conv1D):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant._messages import check_model
+from aoquant.distributed.fsdp import reshard
 from aoquant.experts import sharded
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.integrations.gather import quantized_all_gather
-from aoquant.layers.sharded_packed import ShardedLinear, gather
-from aoquant.parallel.fsdp import reshard
+from aoquant.linear.sharded_packed import ShardedLinear, gather
 from aoquant.targets import resolve
 
 __all__ = ["full_state_dict", "quantized_all_gather"]

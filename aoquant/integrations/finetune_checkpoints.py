@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from aoquant.integrations.atomic import flush
-from aoquant.integrations.safetensors_file import MALFORMED, header, reserve
+from aoquant.files.atomic import flush
+from aoquant.files.safetensors_file import MALFORMED, header, reserve
 
 CHECKPOINT_SECONDS = 300.0
 NEWEST = "newest.safetensors"

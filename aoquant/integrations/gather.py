@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from aoquant._messages import check_model
+from aoquant.distributed import fsdp
+from aoquant.distributed.gathered import GatheredWeight, Layout
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Operand
-from aoquant.layers.embedding import QATEmbedding
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.weight_codes import encoded_sides, reads_values
-from aoquant.parallel import fsdp
-from aoquant.parallel.gathered import GatheredWeight, Layout
+from aoquant.linear.embedding import QATEmbedding
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.weight_codes import encoded_sides, reads_values
 
 
 def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> dict[str, str]:

@@ -22,14 +22,14 @@ from torch import nn
 from aoquant import _register
 from aoquant._messages import check_path
 from aoquant.config import PackedWeightConfig
+from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
-from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
-from aoquant.layers.qat import PreparedModule
-from aoquant.parallel import fsdp
+from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
+from aoquant.linear.prepared import PreparedModule
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import key_of
 from aoquant.quantize import config_of, packed_config
 from aoquant.report.measure import weight_of
-from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +43,11 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    from aoquant.integrations import checkpoint, checksums, pretrained_model
-    from aoquant.integrations.atomic import is_main
+    from aoquant.files import checkpoint, checksums
+    from aoquant.files.atomic import is_main
+    from aoquant.files.safetensors_file import read_json, sort_metadata
+    from aoquant.integrations import pretrained_model
     from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
-    from aoquant.integrations.safetensors_file import read_json, sort_metadata
 
     # HF's loader collects a tensor's parts by these suffixes and knows no others
     _known = TorchAoHfQuantizer(TorchAoConfig(PackedWeightConfig("nvfp4"))).get_weight_conversions()[0].source_patterns

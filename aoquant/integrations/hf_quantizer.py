@@ -23,9 +23,9 @@ from transformers.utils.quantization_config import TorchAoConfig
 
 from aoquant.config import WeightConfig
 from aoquant.experts.families import is_transposed, stacked_names
-from aoquant.integrations import checksums
-from aoquant.integrations.stored_names import wide_dtype
-from aoquant.layers.packed import adopt
+from aoquant.files import checksums
+from aoquant.files.stored_names import wide_dtype
+from aoquant.linear.packed import adopt
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
 _PACKED = ("PackedTensor", "PackedExperts")

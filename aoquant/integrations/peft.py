@@ -19,12 +19,12 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from aoquant._messages import AoquantWarning
+from aoquant.distributed.gathered import GatheredWeight
 from aoquant.integrations import peft_gradients
 from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
-from aoquant.layers.kinds import is_packed, kind_of
-from aoquant.layers.learned_scales import learned_scales
-from aoquant.layers.qat import PreparedModule, QATLayer, QATLinear
-from aoquant.parallel.gathered import GatheredWeight
+from aoquant.linear.kinds import is_packed, kind_of
+from aoquant.linear.learned_scales import learned_scales
+from aoquant.linear.prepared import PreparedModule, QATLayer, QATLinear
 from aoquant.quantize import config_of
 
 __all__ = ["PackedLoraLinear", "QATLoraLinear", "QATParamWrapper", "dispatch", "install"]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.layers.checks import cast
+from aoquant.linear.checks import cast
+from aoquant.linear.tensor import PackedTensor
 from aoquant.quantize import config_of
 from aoquant.report.measure import has_value, packed_value
-from aoquant.tensor import PackedTensor
 
 
 def mend(model: nn.Module) -> None:

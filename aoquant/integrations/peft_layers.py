@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
+from aoquant.distributed.sharded_linear import is_sharded
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.layers.function import pulled_back
-from aoquant.layers.packed import adopt
-from aoquant.layers.qat import QATLinear
-from aoquant.parallel.linear import is_sharded
+from aoquant.linear.function import pulled_back
+from aoquant.linear.packed import adopt
+from aoquant.linear.prepared import QATLinear
 from aoquant.planning.plan import plan_layer
 from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value

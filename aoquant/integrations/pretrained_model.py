@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from aoquant.integrations.atomic import Staged, is_main
-from aoquant.layers.kinds import is_packed
-from aoquant.layers.qat import PreparedModule
+from aoquant.files.atomic import Staged, is_main
+from aoquant.linear.kinds import is_packed
+from aoquant.linear.prepared import PreparedModule
 from aoquant.planning.sizes import stored_bytes
 
 _staged: ContextVar[bool] = ContextVar("staged", default=False)
@@ -54,7 +54,7 @@ def save(model: Any, directory: str | os.PathLike[str], write: Any) -> None:
         ValueError: `directory` is a file, or cannot be written; a checkpoint in it is as it was.
     """
     if _is_converted(model):
-        from aoquant.integrations.stored_names import warn_of_dtypes
+        from aoquant.files.stored_names import warn_of_dtypes
 
         warn_of_dtypes(model)
     if Path(directory).is_file():

@@ -23,13 +23,14 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.export.source import class_of
+from aoquant.files import checkpoint, checksums
+from aoquant.files.safetensors_file import StoredTensor, read_json, reading
+from aoquant.files.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.formats import FLOAT_DTYPES
-from aoquant.integrations import checkpoint, checksums, hf
+from aoquant.integrations import hf
 from aoquant.integrations.plans import ptq_plan
-from aoquant.integrations.safetensors_file import StoredTensor, read_json, reading
-from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.integrations.stream_sources import Source
-from aoquant.planning import stacks
+from aoquant.planning import stack_changes
 from aoquant.planning.changes import Change
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.tied import identity
@@ -120,7 +121,7 @@ def build(
     for stack in planned.experts:
         layers.append(_source(stack, model, stored, tied))
     for stack in planned.experts:
-        stacks.apply(stack)
+        stack_changes.apply(stack)
     for change in planned.layers:
         weight = change.module.weight
         if identity(weight) not in packed:

@@ -23,10 +23,10 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 
 from aoquant._messages import check_path
 from aoquant.config import named
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.atomic import Staged, check_free
+from aoquant.files import checkpoint, checksums
+from aoquant.files.atomic import Staged, check_free
+from aoquant.files.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
 from aoquant.integrations.progress_lines import progress
-from aoquant.integrations.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
 from aoquant.integrations.skeleton import Skeleton, build
 from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage

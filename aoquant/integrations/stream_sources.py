@@ -11,12 +11,12 @@ from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
 from aoquant.experts.families import is_transposed
-from aoquant.experts.packed import packed_experts
-from aoquant.integrations.safetensors_file import StoredTensor
+from aoquant.experts.packed_experts import packed_experts
+from aoquant.files.safetensors_file import StoredTensor
 from aoquant.planning.changes import Change
 from aoquant.planning.fused import shared_at_once
 from aoquant.planning.plan import not_finite
-from aoquant.planning.stacks import pack_expert
+from aoquant.planning.stack_changes import pack_expert
 from aoquant.quantize import pack
 
 

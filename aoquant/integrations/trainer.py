@@ -24,9 +24,9 @@ from transformers import TrainerCallback  # not Trainer: its import calls `insta
 from aoquant._messages import AoquantWarning
 from aoquant.experts.families import experts_of
 from aoquant.experts.prepared import QATExperts
-from aoquant.layers.learned_scales import learned_scales, not_positive
-from aoquant.layers.qat import PreparedModule, QATLayer
-from aoquant.layers.switches import set_fake_quant
+from aoquant.linear.learned_scales import learned_scales, not_positive
+from aoquant.linear.prepared import PreparedModule, QATLayer
+from aoquant.linear.switches import set_fake_quant
 from aoquant.report.measure import logits_of, run, sqnr, undisturbed
 from aoquant.report.routing import changed_share, drift, routes
 

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from aoquant.config import WeightConfig
 from aoquant.experts.families import experts_of
-from aoquant.experts.packed import PackedExperts
-from aoquant.integrations.stored_names import pieces_of, stored_name
+from aoquant.experts.packed_experts import PackedExperts
+from aoquant.files.stored_names import pieces_of, stored_name
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import each, key_of
 from aoquant.quantize import quantize_
-from aoquant.tensor import PackedTensor
 
 STACKS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from aoquant._messages import check_model
 from aoquant.experts.prepared import QATExperts
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
-from aoquant.layers.qat import QATLayer
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.prepared import QATLayer
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 from aoquant.refresh import deployed_recipe, encoded_now
-from aoquant.tensor import PackedTensor
 
 _RELOADS = "_do_torchao_reload"  # vLLM's mark on a model: load_weights takes float weights and quantises them anew
 

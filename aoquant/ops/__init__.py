@@ -24,13 +24,13 @@ from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
-from .delayed import absmax, advance
+from .delayed_scales import absmax, advance
 from .encoding import codes, decode, encode, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
 from .grouped_bias import grouped_bgrad, grouped_bias
-from .linear import bgrad, matmul
 from .lookup import embedding, embedding_grad
+from .product import bgrad, matmul
 from .quantized import Quantized, Side
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
 

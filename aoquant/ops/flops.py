@@ -13,7 +13,7 @@ from typing import Any
 
 from . import grouped
 from .backward import gradients
-from .linear import matmul
+from .product import matmul
 
 Shapes = Sequence[Sequence[int]]  # of the tensors that an op is given, dy or x first
 

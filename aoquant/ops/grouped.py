@@ -155,9 +155,9 @@ def why_not(x: torch.dtype, k: int, n: int, device: torch.device) -> str | None:
 @cache
 def _kernels() -> Any:
     """The module of the grouped GEMM."""
-    from .triton import grouped
+    from .triton import grouped_kernels
 
-    return grouped
+    return grouped_kernels
 
 
 @cache

@@ -20,7 +20,7 @@ from .define import op
 def grouped_bias(x_SN: Tensor, bias_EN: Tensor, expert: Tensor) -> Tensor:
     """(S, N): x plus each row's bias, rounded once, in their dtype. expert: (S,) int64."""
     if codec.has_triton(x_SN.device) and x_SN.numel():
-        from .triton import grouped_bias as kernels
+        from .triton import grouped_bias_kernels as kernels
 
         return kernels.add(x_SN.contiguous(), bias_EN.contiguous(), expert)
     return x_SN + bias_EN[expert]
@@ -33,7 +33,7 @@ def grouped_bgrad(grad_SN: Tensor, ends: Tensor) -> Tensor:
     ends: (E,) int32, the row behind each expert's last.
     """
     if codec.has_triton(grad_SN.device) and grad_SN.numel():
-        from .triton import grouped_bias as kernels
+        from .triton import grouped_bias_kernels as kernels
 
         return kernels.summed(grad_SN.contiguous(), ends).to(grad_SN.dtype)
     starts = [0, *ends.tolist()[:-1]]

@@ -146,7 +146,7 @@ def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
 
 def _outer(w: Tensor, experts: int | None = None) -> Tensor:
     """(E, 1) NVFP4's outer scales of E experts that lie behind each other, in one pass over all of them."""
-    from .triton.amax import row_absmax
+    from .triton.amax_kernels import row_absmax
 
     experts = experts or len(w)
     parts = gcd(w.numel() // experts, _PARTS)

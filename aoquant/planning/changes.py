@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import Scales
-from aoquant.layers.kinds import Kind
+from aoquant.linear.kinds import Kind
 from aoquant.targets import Target
 
 

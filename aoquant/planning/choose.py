@@ -22,12 +22,12 @@ from aoquant._messages import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
-from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of
+from aoquant.linear.prepared import QATLayer
 from aoquant.planning import owners, tied
 from aoquant.planning.changes import Chosen
 from aoquant.planning.heads import heads
-from aoquant.planning.stacks import why_unsupported
+from aoquant.planning.stack_changes import why_unsupported
 from aoquant.targets.target import Fields
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`

@@ -31,14 +31,14 @@ from aoquant._messages import check_model
 from aoquant.experts.families import stacks_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.experts.routers import router_modules
-from aoquant.layers.kinds import is_layer, is_packed, kind_of
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.kinds import is_layer, is_packed, kind_of
+from aoquant.linear.prepared import QATLayer
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import Choice
 from aoquant.planning.heads import heads
 from aoquant.planning.sizes import stored_bytes
-from aoquant.planning.stacks import why_unsupported
+from aoquant.planning.stack_changes import why_unsupported
 from aoquant.planning.tied import identity, modules
-from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
     from aoquant.planning.plan import Plan

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant.formats import Operand, Scales
-from aoquant.layers import held
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear import held
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.planning.changes import Change
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

@@ -23,24 +23,24 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant._messages import AoquantWarning, listed
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant.distributed.fsdp import GATHER, compute_dtypes
+from aoquant.distributed.gathered import PACKED, GatheredWeight
+from aoquant.distributed.sharded_linear import all_finite
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import HighPrecision, Operand
 from aoquant.hybrid import HybridConfig, backward_slots
-from aoquant.layers import held
-from aoquant.layers import sharded_packed as sharded
-from aoquant.layers.checks import NOT_CALIBRATED
-from aoquant.layers.kinds import kind_of
-from aoquant.layers.qat import Prepared, QATLayer, QATLinear
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.parallel.fsdp import GATHER, compute_dtypes
-from aoquant.parallel.gathered import PACKED, GatheredWeight
-from aoquant.parallel.linear import all_finite
-from aoquant.planning import owners, stacks
+from aoquant.linear import held
+from aoquant.linear import sharded_packed as sharded
+from aoquant.linear.checks import NOT_CALIBRATED
+from aoquant.linear.kinds import kind_of
+from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
+from aoquant.planning import owners, stack_changes
 from aoquant.planning import tied as sharing
 from aoquant.planning.changes import Change, Chosen
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
 from aoquant.targets import Target, fake_target, resolve, supported
-from aoquant.tensor import PackedTensor
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _change(chosen: Chosen, *, has_gemm: bool = False, dtype: torch.dtype | None
     else:
         target = _deployed(prepared, config)
     change = Change(chosen.fqn, module, config, chosen.parameter, step=step, target=target, dtype=seen, layer=layer)
-    _refuse(_why_not(change, has_gemm, dtype) if layer else stacks.why_not(chosen, step, target))
+    _refuse(_why_not(change, has_gemm, dtype) if layer else stack_changes.why_not(chosen, step, target))
     return change
 
 
@@ -221,7 +221,7 @@ def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: t
     if not isinstance(config, QATConfig):
         return _widened(resolve(config), None, dtype)
     target = prepare_target(config)
-    target = _widened(target if layer else stacks.with_own_scales(target), prepared, dtype)
+    target = _widened(target if layer else stack_changes.with_own_scales(target), prepared, dtype)
     if prepared is not None:
         _check_same_forward(prepared.recipe, target, replaces=isinstance(chosen.module, QATLinear | QATExperts))
     return target

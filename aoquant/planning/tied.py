@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 
 
 class Named(NamedTuple):

@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning, check_model, first, track
-from aoquant.parallel import fsdp
-from aoquant.parallel.gathered import PACKED, GatheredWeight
+from aoquant.distributed import fsdp
+from aoquant.distributed.gathered import PACKED, GatheredWeight
 from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.sizes import stored_bytes

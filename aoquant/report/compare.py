@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.experts.families import stacks_of
-from aoquant.layers.kinds import is_packed, matrix_of
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.kinds import is_packed, matrix_of
+from aoquant.linear.prepared import QATLayer
+from aoquant.linear.tensor import PackedTensor
 from aoquant.ops import gemm_request
 from aoquant.ops.router import route
 from aoquant.report.measure import (
@@ -31,7 +32,6 @@ from aoquant.report.measure import (
     sqnr,
     weight_of,
 )
-from aoquant.tensor import PackedTensor
 
 
 @dataclass

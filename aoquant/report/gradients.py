@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from aoquant.layers.qat import DELAYED_STATE, RANDOM, QATLinear
+from aoquant.linear.prepared import DELAYED_STATE, RANDOM, QATLinear
 from aoquant.report.measure import decibels, energies, logits_of, run
 
 

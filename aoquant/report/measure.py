@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from aoquant.experts.families import stacks_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
-from aoquant.layers.kinds import is_packed, matrix_of
-from aoquant.layers.qat import QATLayer
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.kinds import is_packed, matrix_of
+from aoquant.linear.prepared import QATLayer
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.sizes import stored_bytes
-from aoquant.tensor import PackedTensor
 
 CHUNK = 1 << 22  # values that are in float64 at a time
 

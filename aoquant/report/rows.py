@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from aoquant.experts.families import is_transposed, stacks_of
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Operand
 from aoquant.formats.tiles import HEALTHY
-from aoquant.layers.kinds import is_packed, matrix_of
-from aoquant.layers.qat import QATLayer
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.kinds import is_packed, matrix_of
+from aoquant.linear.prepared import QATLayer
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report.compare import Pair, why
 from aoquant.report.measure import (
@@ -29,7 +30,6 @@ from aoquant.report.measure import (
     weight_of,
     weight_value,
 )
-from aoquant.tensor import PackedTensor
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torchao.quantization.quant_primitives import ZeroPointDomain
 
 from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_format, get_operand
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 
 from .target import Fields, Target, group, packed_target, require
 from .torchao_floats import _ELEMENTS, float8_format

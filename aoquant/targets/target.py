@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 Build = Callable[[Encoded, Tensor], Tensor]
 

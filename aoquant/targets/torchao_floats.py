@@ -20,7 +20,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import Float8PackingFormat, QuantizeTensorToFloat8Kwargs
 
 from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, Scales, layout
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 
 from .target import Build, Target, group, numbers, require
 from .torchao_int4 import float8_dialect

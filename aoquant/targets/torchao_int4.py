@@ -27,8 +27,8 @@ from torchao.quantization.quantize_.workflows import (
 )
 
 from aoquant.formats import Encoded, Float8Mslk, Int4, Int4Float8, Int4Float8Row, TinyGemm
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.ops.gemm import mslk, tinygemm
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.ops.gemm import mslk, torch_int4
 
 from .target import Target, group, require
 
@@ -103,7 +103,7 @@ def _tile_packed(config: Any) -> Target:
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         if dtype != torch.bfloat16:
             return f"torchao's Int4TilePackedTo4dTensor is bfloat16, got {str(dtype).removeprefix('torch.')}: cast the layer"
-        if hqq and (k % tinygemm.CUDA_K or n % rows):
+        if hqq and (k % torch_int4.CUDA_K or n % rows):
             return (
                 f"HQQ in this layout stops by the mean error over zero padding too, so N must be a multiple of {rows} and K of "
                 f"{tinygemm.CUDA_K}, got N = {n}, K = {k}: use the default int4_choose_qparams_algorithm for this layer"
@@ -111,8 +111,8 @@ def _tile_packed(config: Any) -> Target:
         return None
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        _can("Int4TilePackedTo4dTensor", tinygemm.why_not_pack("cuda", w.device))
-        return Int4TilePackedTo4dTensor(*tinygemm.pack_cuda(format, e, rows), [1, format.group], w.shape)
+        _can("Int4TilePackedTo4dTensor", torch_int4.why_not_pack("cuda", w.device))
+        return Int4TilePackedTo4dTensor(*torch_int4.pack_cuda(format, e, rows), [1, format.group], w.shape)
 
     return Target(LinearRecipe(None, format, "tinygemm_cuda"), build, "Int4TilePackedTo4dTensor", limit)
 
@@ -130,8 +130,8 @@ def _opaque(config: Any) -> Target:
     def build(e: Encoded, w: Tensor) -> Tensor:
         from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
-        _can("Int4OpaqueTensor", tinygemm.why_not_pack("cpu", w.device))
-        return Int4OpaqueTensor(*tinygemm.pack_cpu(format, e), [1, format.group], w.shape)
+        _can("Int4OpaqueTensor", torch_int4.why_not_pack("cpu", w.device))
+        return Int4OpaqueTensor(*torch_int4.pack_cpu(format, e), [1, format.group], w.shape)
 
     return Target(LinearRecipe(None, format, "tinygemm_cpu"), build, "Int4OpaqueTensor", limit)
 
@@ -152,7 +152,7 @@ def float8_dialect() -> str | None:
 
 def _shuffled(codes: Tensor, scale_GN: Tensor) -> tuple[Tensor, Tensor]:
     """MSLK's shuffle of codes and scales, on a GPU; it may reorder its inputs in place."""
-    _can("Int4PreshuffledTensor", tinygemm.NOT_ON_META if codes.is_meta else mslk.why_not_operator("preshuffle_i4"))
+    _can("Int4PreshuffledTensor", torch_int4.NOT_ON_META if codes.is_meta else mslk.why_not_operator("preshuffle_i4"))
     if not codes.is_cuda:
         raise ValueError(
             "Int4PreshuffledTensor is packed on a GPU, and the weight is on a CPU: move the model to the GPU first, or convert with "

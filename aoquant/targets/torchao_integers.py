@@ -18,7 +18,7 @@ from torchao.quantization.quantize_.workflows import (
 )
 
 from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Scales, Stretched
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 
 from .target import Build, Target, group, numbers, require
 

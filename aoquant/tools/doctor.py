@@ -22,7 +22,7 @@ from aoquant import ops
 from aoquant._messages import AoquantWarning
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.ops import native, native_cpu
 from aoquant.ops.gemm import mslk
 from aoquant.quantize import quantize_

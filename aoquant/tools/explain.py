@@ -16,16 +16,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops, serving
+from aoquant.distributed.gathered import GatheredWeight
 from aoquant.experts.families import stacks_of
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Operand
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 from aoquant.ops import CodecRequest, gemm_request, router
 from aoquant.ops.gemm import one_call, tensor_cores
-from aoquant.parallel.gathered import GatheredWeight
-from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
 HELD = ("static", "learned")  # scales that a prepared layer holds

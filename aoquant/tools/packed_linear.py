@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from aoquant.config import activated
 from aoquant.formats import Encoded, Format, Operand, get_format
-from aoquant.layers.packed import adopt
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.packed import adopt
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 from aoquant.transforms import WUSH, Transform
 
 

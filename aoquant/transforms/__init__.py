@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 
-from .base import SIZES, Transform
 from .hadamard import Hadamard
 from .rotation import Rotation
 from .rounded import RoundedHadamard
+from .transform import SIZES, Transform
 from .wush import WUSH
 
 __all__ = ["WUSH", "Hadamard", "Rotation", "RoundedHadamard", "Transform", "parse"]

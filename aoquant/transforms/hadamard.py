@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Transform
+from .transform import Transform
 
 # bf16(1 / sqrt(G)), and 1 / (G h) rounded to float32 where it is used
 _ENTRY = {16: 0.25, 32: 0.1767578125, 64: 0.125, 128: 0.08837890625}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import Transform
 from .hadamard import butterflies
+from .transform import Transform
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import Transform
 from .hadamard import Hadamard
+from .transform import Transform
 
 TE_SIGNS = 0xD7E8
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Transform
+from .transform import Transform
 
 DAMPING = 1e-2
 CHUNK = 1 << 24  # values that are in float64 at a time

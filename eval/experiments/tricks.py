@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import set_fake_quant
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.prepared import QATLayer
 from aoquant.report.measure import weight_value
 
 DECAY = 0.99

@@ -23,7 +23,7 @@ from aoquant.export.contents import values
 from aoquant.export.targets import Stored
 from aoquant.export.weights import Weight
 from aoquant.integrations.hf import load_pretrained
-from aoquant.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor
 
 
 def contents(path: Path) -> dict[str, bytes]:

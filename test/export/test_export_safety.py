@@ -20,8 +20,8 @@ from aoquant import PackedWeightConfig, cli, convert_checkpoint, load_pretrained
 from aoquant.export import export, filled_folder, hf_folder
 from aoquant.export.contents import values
 from aoquant.export.verify import verify
-from aoquant.integrations import atomic, checkpoint, checksums
-from aoquant.integrations.safetensors_file import header
+from aoquant.files import atomic, checkpoint, checksums
+from aoquant.files.safetensors_file import header
 
 LAYOUTS = {"compressed-tensors": "intx4-g32", "modelopt": PackedWeightConfig("fp8-row", "fp8-row-vllm"), "gguf": "q4_0"}
 
@@ -194,7 +194,7 @@ def test_a_flipped_bit_is_named_by_its_file(name: str, folders: dict[str, Path],
 
 def test_vllm_reads_exports_by_itself(folders: dict[str, Path]) -> None:
     """Checksums alone do not make a folder aoquant's own checkpoint, which the plugin for vLLM reads."""
-    from aoquant.integrations.vllm import is_ours
+    from aoquant.integrations.vllm_plugin import is_ours
 
     found = {name: [str(p) for p in folder.glob("*.safetensors")] for name, folder in folders.items()}
     assert {name for name, files in found.items() if files and is_ours(files)} == {f"{n}-checkpoint" for n in LAYOUTS}

@@ -30,11 +30,11 @@ from aoquant import (
     save_pretrained,
     unpack_,
 )
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.export.joined import joined_rows
+from aoquant.linear.tensor import PackedTensor, same_bits
 from aoquant.report import verify
-from aoquant.tensor import PackedTensor, same_bits
 
 
 def only_experts(weight: str, activation: str | None = None) -> FqnToConfig:

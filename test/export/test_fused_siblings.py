@@ -16,10 +16,10 @@ from torchao.quantization import quantize_ as torchao_quantize
 from transformers import AutoModelForCausalLM
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, convert_checkpoint, export, load_pretrained, quantize_
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
+from aoquant.linear.tensor import same_bits
 from aoquant.planning.fused import share_outer_scales, siblings
 from aoquant.recipes import get_recipe
-from aoquant.tensor import same_bits
 
 LAYOUTS = ("compressed-tensors", "modelopt")
 O_AND_DOWN = ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]

@@ -20,8 +20,8 @@ from torchao.quantization import FqnToConfig
 from aoquant import PackedWeightConfig, export
 from aoquant.export.compressed import store
 from aoquant.formats import get_format
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 PAIRS = [
     ("intx4-g128", ""),

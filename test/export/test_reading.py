@@ -24,7 +24,7 @@ from support.models import IDS, logits
 from torch import nn
 
 from aoquant import AoquantWarning, PackedWeightConfig, export, load_pretrained, unpack_
-from aoquant.tensor import same_bits
+from aoquant.linear.tensor import same_bits
 
 PAIRS = [
     ("intx4-g128", None),

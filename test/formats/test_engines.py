@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Type
 
 from aoquant.export.ggml_types import store
 from aoquant.formats import get_format
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 
 def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:

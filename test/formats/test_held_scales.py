@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from aoquant import QATConfig, quantize_
 from aoquant.formats import FLOAT_DTYPES, NVFP4, Affine, Scales, get_format, list_formats
-from aoquant.layers import held
-from aoquant.layers.qat import Prepared, QATLinear
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear import held
+from aoquant.linear.prepared import Prepared, QATLinear
+from aoquant.linear.recipe import LinearRecipe
 
 DTYPES = [BF16, F16, F32]
 KINDS = ("normal", "special")

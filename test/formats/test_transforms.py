@@ -24,7 +24,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant.formats import MX, NVFP4, HighPrecision, Operand, get_operand
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.report.measure import sqnr
 from aoquant.transforms import WUSH, Rotation, parse
 

@@ -31,7 +31,7 @@ from aoquant import (
     verify,
 )
 from aoquant.calibrate import uncalibrated
-from aoquant.layers.checks import NOT_CALIBRATED
+from aoquant.linear.checks import NOT_CALIBRATED
 from aoquant.report.measure import sqnr
 from aoquant.transforms import wush
 

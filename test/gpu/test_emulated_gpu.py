@@ -13,7 +13,7 @@ from support.accumulation import KINDS, adversarial, bound
 from torch import Tensor, nn
 
 from aoquant import QATConfig, quantize_
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu

@@ -223,7 +223,7 @@ def test_the_kernel_is_chosen_by_rows_of_an_expert(rows: int, kernel: str) -> No
 def test_hundreds_of_rows_with_scales_of_rows_have_the_bits_of_a_product_of_values(name: str) -> None:
     """Scales of rows of x that are no powers of two, times those of rows of W: multiplied in one order."""
     needs_csrc()
-    from aoquant.ops.triton import grouped
+    from aoquant.ops.triton import grouped_kernels
 
     operand, w = stack(name, 6, 1104, 544)
     sizes = (0, 300, 5, 700, 256, 0)
@@ -232,9 +232,9 @@ def test_hundreds_of_rows_with_scales_of_rows_have_the_bits_of_a_product_of_valu
     y = expert_rows.by_csrc(format, w, x, ends_of(sizes), alpha_x, many=True)
     values, alpha_w, want = format.operand(w, BF16).view(6, -1, 544), format.alpha(w), torch.empty_like(y)
     alpha_w = None if alpha_w is None else alpha_w.expand(6 * 1104, 1).contiguous()
-    at = grouped.slots(ends_of(sizes), s, 0, 6)
-    grouped.matmul(x, values, alpha_x, alpha_w, at, want, programs=16)
-    grouped.zero_behind(want, ends_of(sizes))
+    at = grouped_kernels.slots(ends_of(sizes), s, 0, 6)
+    grouped_kernels.matmul(x, values, alpha_x, alpha_w, at, want, programs=16)
+    grouped_kernels.zero_behind(want, ends_of(sizes))
     assert torch.equal(y, want)
 
 

@@ -72,8 +72,8 @@ def test_few_rows_take_the_bound_kernel(name: str) -> None:
     want = model(x)
     with (
         fixed_weights(model),
-        mock.patch("aoquant.layers.function.multiply", side_effect=AssertionError("the general path")),
-        mock.patch("aoquant.layers.bound.multiply", side_effect=AssertionError("the general path")),
+        mock.patch("aoquant.linear.function.multiply", side_effect=AssertionError("the general path")),
+        mock.patch("aoquant.linear.bound.multiply", side_effect=AssertionError("the general path")),
     ):
         for _ in range(2):
             assert torch.equal(model(x), want)

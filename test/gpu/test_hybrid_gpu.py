@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Encoded, Operand, Random, as_operand, get_operand
-from aoquant.layers.qat import RANDOM
+from aoquant.linear.prepared import RANDOM
 from aoquant.ops import CodecRequest, Request, backward, codec
 from aoquant.ops.encoding import padded
 from aoquant.ops.quantized import Ask

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from aoquant import HybridConfig, QATConfig, quantize_
-from aoquant.layers.qat import DELAYED_STATE, RANDOM
+from aoquant.linear.prepared import DELAYED_STATE, RANDOM
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu

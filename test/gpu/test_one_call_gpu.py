@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from aoquant import backend, explain, get_format, quantize_
 from aoquant.formats import Operand, as_operand, tiles
-from aoquant.layers.packed import PackedLinear
+from aoquant.linear.packed import PackedLinear
 from aoquant.ops import codec, gemm_request, linear_plan, native
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call

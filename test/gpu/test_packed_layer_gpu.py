@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aoquant import QATConfig, quantize_
-from aoquant.layers.packed import PackedLinear
+from aoquant.linear.packed import PackedLinear
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aoquant import get_format
 from aoquant.formats import Encoded, Format
-from aoquant.ops.gemm import mslk, tinygemm
+from aoquant.ops.gemm import mslk, torch_int4
 
 pytestmark = pytest.mark.gpu
 
@@ -111,8 +111,8 @@ def test_tinygemm(group: int) -> None:
     fmt: Any = get_format(f"int4-tinygemm-g{group}")
     for x in inputs(BF16):
         e = fmt.encode(x)
-        eye = torch.eye(tinygemm.CUDA_K, dtype=BF16, device=CUDA)[: e.k]
-        codes, scales = tinygemm.pack_cuda(fmt, e)
+        eye = torch.eye(torch_int4.CUDA_K, dtype=BF16, device=CUDA)[: e.k]
+        codes, scales = torch_int4.pack_cuda(fmt, e)
         y = torch.ops.aten._weight_int4pack_mm(eye, codes, group, scales)
         assert_operand(y[:, : e.codes.shape[0]], fmt, e)
 

@@ -16,7 +16,7 @@ from support.gpu import BF16, CUDA, captured, no_waiting
 from torch import Tensor, nn
 
 from aoquant import QATConfig, calibrate, quantize_
-from aoquant.layers.qat import RANDOM
+from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aoquant import QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Random, as_operand
 from aoquant.formats.random import Place, Span
-from aoquant.layers.qat import RANDOM
+from aoquant.linear.prepared import RANDOM
 from aoquant.ops import CodecRequest, codec
 from aoquant.recipes import get_recipe
 

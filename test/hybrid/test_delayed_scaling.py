@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from aoquant import HybridConfig, PackedWeightConfig, QATConfig, get_format, quantize_
 from aoquant.formats import Scales
 from aoquant.formats.delayed import advanced, fresh
-from aoquant.ops.delayed import absmax
+from aoquant.ops.delayed_scales import absmax
 
 E4M3, E5M2 = "te-fp8-tensor", "te-fp8-e5m2-tensor"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import aoquant
 from aoquant import Cast, HybridConfig, quantize_
-from aoquant.layers.qat import RANDOM
-from aoquant.parallel import amax
+from aoquant.distributed import amax
+from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import get_recipe
 from aoquant.report.measure import sqnr
 

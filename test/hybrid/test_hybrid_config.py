@@ -26,7 +26,7 @@ from aoquant import (
     QATConfig,
     quantize_,
 )
-from aoquant.layers.qat import RANDOM
+from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import FP8_HYBRID, NVFP4_TRAINING, get_recipe
 
 RHT = "te-hadamard16-sd7e8"

@@ -10,8 +10,8 @@ from support.hybrid_cases import data, layer, named
 from support.training_cases import step
 
 from aoquant import HybridConfig, backend
-from aoquant.layers import law
-from aoquant.ops import Request, backward, linear, router
+from aoquant.linear import law
+from aoquant.ops import Request, backward, product, router
 from aoquant.recipes import get_recipe
 
 FP8 = "fp8_scaled_mm_precise"
@@ -49,7 +49,7 @@ def contracts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return real(contract, *rest)
 
     monkeypatch.setattr(backward, "Call", call)
-    monkeypatch.setattr(linear, "Call", call)
+    monkeypatch.setattr(product, "Call", call)
     return seen
 
 

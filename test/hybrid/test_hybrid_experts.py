@@ -10,7 +10,7 @@ from support.expert_cases import FAMILIES, made, routed
 from torch import Tensor, nn
 
 from aoquant import HybridConfig, NVFP4WeightConfig, QATConfig, packed_experts, quantize_
-from aoquant.layers.qat import Prepared, QATLinear
+from aoquant.linear.prepared import Prepared, QATLinear
 
 MIXED = HybridConfig.bwd("mxfp8")
 LOOPS = [

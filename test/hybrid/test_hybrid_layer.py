@@ -24,7 +24,7 @@ from torch import Tensor
 
 from aoquant import Cast, HybridConfig, MXFP8WeightConfig, PackedWeightConfig, QATConfig, backend, ops
 from aoquant.formats import Encoded
-from aoquant.layers import law
+from aoquant.linear import law
 from aoquant.ops import backward, encoding
 from aoquant.recipes import NVFP4_TRAINING
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from aoquant import NVFP4WeightConfig, convert_checkpoint, load_pretrained, quantize_, save_pretrained
 from aoquant.export import export
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.safetensors_file import header, sort_metadata
+from aoquant.files import checkpoint, checksums
+from aoquant.files.safetensors_file import header, sort_metadata
 
 QDATA = "model.layers.1.mlp.up_proj._weight_qdata"
 IDS = torch.arange(24).view(2, 12)

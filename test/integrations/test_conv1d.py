@@ -36,7 +36,7 @@ from aoquant import (
     verify,
 )
 from aoquant.integrations.conv1d import QATConv1D
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 
 IDS = torch.arange(32).view(2, 16) % 64
 CONFIGS = {

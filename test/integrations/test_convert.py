@@ -44,7 +44,8 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import atomic, checkpoint, safetensors_file, stream_sources
+from aoquant.files import atomic, checkpoint, safetensors_file
+from aoquant.integrations import stream_sources
 from aoquant.recipes import Recipe, list_recipes, mixed
 
 MIXED = FqnToConfig(

@@ -17,8 +17,9 @@ from support.convert_cases import edit, left_behind, rewritten, write_floats
 from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, cli, convert_checkpoint
-from aoquant.integrations import checkpoint, hf, stream
-from aoquant.integrations.atomic import Staged
+from aoquant.files import checkpoint
+from aoquant.files.atomic import Staged
+from aoquant.integrations import hf, stream
 
 
 @pytest.fixture(scope="module")

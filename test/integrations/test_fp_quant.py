@@ -17,7 +17,7 @@ from transformers import FPQuantConfig
 
 from aoquant import Hadamard, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.integrations.fp_quant import OPTIONS, from_fp_quant
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.report.measure import stored_bytes
 
 BF16 = torch.bfloat16

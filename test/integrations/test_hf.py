@@ -44,7 +44,8 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import checkpoint, hf
+from aoquant.files import checkpoint
+from aoquant.integrations import hf
 
 FP8_BLOCKS = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
 BF16_ONLY = ("fp8-fp8", "mxfp8-emulated")  # torchao's kernels

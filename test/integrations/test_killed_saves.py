@@ -17,8 +17,8 @@ from support.killed import killed, operations
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from aoquant import NVFP4WeightConfig, PackedWeightConfig, QATConfig, load_pretrained, quantize_, save_pretrained
-from aoquant.integrations import atomic, checkpoint
-from aoquant.integrations.atomic import LEFT, Staged
+from aoquant.files import atomic, checkpoint
+from aoquant.files.atomic import LEFT, Staged
 
 FOREIGN = ("optimizer.pt", "adapter_model.safetensors", "README.md", "sub/notes.txt")
 COUNTS = ((1, 1), (1, 3), (3, 1), (3, 2), (2, 3), (3, 3))

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from aoquant import PackedTensor, load_pretrained, quantize_, save_pretrained
-from aoquant.experts.packed import PackedExperts
-from aoquant.layers.packed import PackedLinear
-from aoquant.tensor import same_bits
+from aoquant.experts.packed_experts import PackedExperts
+from aoquant.linear.packed import PackedLinear
+from aoquant.linear.tensor import same_bits
 
 DTYPES = (torch.float32, torch.float16)
 LOADERS = {"from_pretrained": AutoModelForCausalLM.from_pretrained, "load_pretrained": load_pretrained}

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import aoquant
-from aoquant.integrations import checkpoint
-from aoquant.integrations.safetensors_file import header
+from aoquant.files import checkpoint
+from aoquant.files.safetensors_file import header
 from aoquant.integrations.text import assets
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}

@@ -15,8 +15,8 @@ import aoquant
 from aoquant import NVFP4WeightConfig, convert_checkpoint, load_pretrained, quantize_, save_pretrained
 from aoquant.export import export
 from aoquant.export.verify import verify
-from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.safetensors_file import header
+from aoquant.files import checkpoint, checksums
+from aoquant.files.safetensors_file import header
 
 SIZE = "60KB"
 KINDS = ("saved", "converted", "compressed-tensors", "modelopt")

@@ -26,7 +26,7 @@ from aoquant import (
     report,
     save_pretrained,
 )
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 
 PROGRAM = """
 import sys, torch, aoquant

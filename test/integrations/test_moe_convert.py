@@ -24,9 +24,9 @@ from aoquant import (
     save_pretrained,
 )
 from aoquant.config import named
-from aoquant.experts.packed import PackedExperts
-from aoquant.integrations import checkpoint
-from aoquant.integrations.safetensors_file import StoredTensor
+from aoquant.experts.packed_experts import PackedExperts
+from aoquant.files import checkpoint
+from aoquant.files.safetensors_file import StoredTensor
 
 CONFIGS: dict[str, Any] = {
     "mixtral": "int4-g32-experts",

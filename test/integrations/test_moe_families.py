@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from aoquant import QATConfig, quantize_, save_pretrained, verify
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.integrations.trainer import MIN, OUTPUT, QATCallback
 
 ALL: dict[str, tuple[Any, Any]] = MODELS | {

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import aoquant
 from aoquant import PackedTensor
-from aoquant.experts.packed import PackedExperts, packed_experts
+from aoquant.experts.packed_experts import PackedExperts, packed_experts
 from aoquant.formats import get_format, list_formats
 
 RECIPES = ["int4-g32", "nvfp4", "mxfp4", "fp8", "intx3-g32-asym", "int8-row", "gridflip", "nvfp4-4over6"]

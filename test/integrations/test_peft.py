@@ -41,7 +41,7 @@ from aoquant import (
     verify,
 )
 from aoquant.integrations.peft import PackedLoraLinear, QATLoraLinear
-from aoquant.tensor import same_bits
+from aoquant.linear.tensor import same_bits
 
 CONFIGS: dict[str, Any] = {
     "int4": Int4WeightConfig(32),

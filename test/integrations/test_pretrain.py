@@ -21,7 +21,7 @@ from support.two_ranks import on_two_ranks
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from aoquant import cli, load_pretrained
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.integrations import job
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from torchao.quantization import FqnToConfig
 import aoquant
 from aoquant.export.source import of_checkpoint
 from aoquant.integrations.hf import input_embeddings
-from aoquant.tensor import same_bits
+from aoquant.linear.tensor import same_bits
 
 SEQ = {
     "d_model": 32,

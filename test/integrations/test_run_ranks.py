@@ -21,6 +21,7 @@ from torch.multiprocessing import SimpleQueue
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
+from aoquant.files.safetensors_file import header
 from aoquant.integrations import job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
@@ -28,7 +29,6 @@ from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import evaluate
-from aoquant.integrations.safetensors_file import header
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31

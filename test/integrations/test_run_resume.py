@@ -27,7 +27,7 @@ from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity
-from aoquant.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor
 
 STEPS = 4
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31

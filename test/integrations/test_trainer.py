@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from aoquant import NVFP4WeightConfig, QATConfig, quantize_, quantized_model_init
 from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.report import verify
 from aoquant.report.measure import sqnr
 

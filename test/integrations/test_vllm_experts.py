@@ -19,8 +19,8 @@ from torchao.quantization import FqnToConfig
 
 import aoquant
 from aoquant import IntxWeightConfig, PackedTensor, QATConfig, get_recipe, quantize_
-from aoquant.experts.packed import PackedExperts
-from aoquant.integrations import vllm, vllm_experts, vllm_sync
+from aoquant.experts.packed_experts import PackedExperts
+from aoquant.integrations import vllm_experts, vllm_plugin, vllm_sync
 
 NAMES = {"mixtral": ("block_sparse_moe", "w1 w2 w3"), "qwen3-moe": ("mlp", "gate_proj down_proj up_proj")}
 CASES = [
@@ -151,7 +151,7 @@ def test_a_folder_is_served_with_the_bits_of_the_converted_layer(family: str, re
     prepared, converted, config = made(family, recipe)
     aoquant.save_pretrained(converted, tmp_path)
     model = Model(prepared, family, config)
-    model.load_weights(vllm.weights_in(tmp_path))
+    model.load_weights(vllm_plugin.weights_in(tmp_path))
     assert f"model.layers.0.{NAMES[family][0]}.gate.weight" in model.found
     assert isinstance(model.found["model.layers.0.self_attn.q_proj.weight"], PackedTensor)
     for wanted in (prepared, converted):
@@ -168,7 +168,7 @@ def test_ranks_share_rows_and_columns_or_experts(tmp_path: Path) -> None:
     cut = [Model(prepared, "mixtral", config, rank=r, ranks=2) for r in (0, 1)]
     parted = [Model(prepared, "mixtral", config, rank=r, ranks=2, parallel=True) for r in (0, 1)]
     for model in (*cut, *parted):
-        model.load_weights(vllm.weights_in(tmp_path))
+        model.load_weights(vllm_plugin.weights_in(tmp_path))
     for i, (x, ids, weights, y) in enumerate(routed(converted)):
         experts = converted.model.layers[i].mlp.experts
         ours = [layers(model, "mixtral")[i] for model in cut]
@@ -243,7 +243,7 @@ def test_other_folders_are_read_as_vllm_does(tmp_path: Path) -> None:
         def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
             return iter([("stock", torch.zeros(1))])
 
-    vllm._patch_loader(Loader)
+    vllm_plugin._patch_loader(Loader)
     _, converted, config = made("qwen3-moe", "int4-g32")
     aoquant.save_pretrained(converted, tmp_path / "ours")
     model_of("qwen3-moe").save_pretrained(tmp_path / "floats")

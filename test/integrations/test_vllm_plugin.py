@@ -15,7 +15,7 @@ from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig, quantize_
 
 from aoquant import GridFlipFP4WeightConfig, IntxWeightConfig, PackedTensor
-from aoquant.integrations import vllm
+from aoquant.integrations import vllm_plugin
 
 MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -60,15 +60,15 @@ def test_placeholders_of_uninitialised_memory_load() -> None:
     garbage = torch.full((32, 64), torch.nan, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="NaN or Inf"):
         module.torchao_quantize_param_data(garbage.clone(), GridFlipFP4WeightConfig())
-    vllm.patch(module, Loader)
-    vllm.patch(module, Loader)  # vLLM may call a plugin twice
+    vllm_plugin.patch(module, Loader)
+    vllm_plugin.patch(module, Loader)  # vLLM may call a plugin twice
     weight = module.torchao_quantize_param_data(garbage, GridFlipFP4WeightConfig())
     assert isinstance(weight.data, PackedTensor) or isinstance(weight, PackedTensor)
 
 
 def test_fused_layers_get_the_recipe_of_their_parts() -> None:
     module = stand_in()
-    vllm.patch(module, Loader)
+    vllm_plugin.patch(module, Loader)
     one, other = IntxWeightConfig(4, 32), IntxWeightConfig(8, 32)
     names = {f"model.layers.0.self_attn.{n}": one for n in MAPPING["qkv_proj"]}
     config = module.TorchAOConfig(FqnToConfig(dict(names)))
@@ -84,7 +84,7 @@ def test_fused_layers_get_the_recipe_of_their_parts() -> None:
 
 def test_fused_layers_of_float_parts_stay_float() -> None:
     module = stand_in()
-    vllm.patch(module, Loader)
+    vllm_plugin.patch(module, Loader)
     config, attention = IntxWeightConfig(4, 32), "model.layers.1.self_attn."
     floats = [attention + part for part in MAPPING["qkv_proj"]]
     found = module.TorchAOConfig(config, [*floats, "lm_head"])
@@ -100,7 +100,7 @@ def test_fused_layers_of_float_parts_stay_float() -> None:
 def test_experts_get_a_method_of_ours() -> None:
     """A layer with a moe_config is vLLM's experts; others are never asked about."""
     module, asked = stand_in(), []
-    vllm.patch(module, Loader, lambda config, layer, prefix: asked.append((config, layer, prefix)))
+    vllm_plugin.patch(module, Loader, lambda config, layer, prefix: asked.append((config, layer, prefix)))
     config, layer = module.TorchAOConfig(IntxWeightConfig(4, 32)), SimpleNamespace(moe_config=None)
     assert config.get_quant_method(layer, "model.layers.0.mlp.experts") is None
     assert asked == [(config, layer, "model.layers.0.mlp.experts")]
@@ -109,5 +109,5 @@ def test_experts_get_a_method_of_ours() -> None:
 
 def test_the_entry_point_is_declared() -> None:
     found = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "aoquant"]
-    assert found in ([], ["aoquant.integrations.vllm:register"])  # empty where the project is not installed anew
-    vllm.register()  # without vLLM it does nothing
+    assert found in ([], ["aoquant.integrations.vllm_plugin:register"])  # empty where the project is not installed anew
+    vllm_plugin.register()  # without vLLM it does nothing

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.formats import Operand, get_format, get_operand
-from aoquant.layers.recipe import LinearRecipe, recipe_of
+from aoquant.linear.recipe import LinearRecipe, recipe_of
 
 K, N = 64, 32
 

@@ -30,7 +30,7 @@ from torch import nn
 from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
 from aoquant import PackedWeightConfig, QATConfig, get_format, list_formats, quantize_
-from aoquant.tensor import same_bits
+from aoquant.linear.tensor import same_bits
 
 PAIRS = [(F32, BF16), (F32, F16), (BF16, F16), (BF16, BF16)]
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import aoquant
 from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.config import WeightConfig
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.recipes import get_recipe, list_recipes
 
 SUMS = 1e-5  # relative to the largest value of a row, for float32 sums of up to 256 products taken in another order

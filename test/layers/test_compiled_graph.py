@@ -21,8 +21,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from aoquant import quantize_
-from aoquant.layers import function
-from aoquant.layers.qat import RANDOM
+from aoquant.linear import function
+from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -34,7 +34,7 @@ from aoquant import (
     verify,
 )
 from aoquant.formats import get_operand
-from aoquant.layers.embedding import QATEmbedding
+from aoquant.linear.embedding import QATEmbedding
 
 OURS = {
     name: PackedWeightConfig(name)

@@ -38,7 +38,7 @@ from aoquant import (
     set_fake_quant,
     unprepare,
 )
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 
 

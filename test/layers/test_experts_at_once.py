@@ -11,7 +11,7 @@ from support.expert_cases import CONFIGS, E, Holder, at_once, made, routed
 from torch import Tensor
 
 from aoquant import Hadamard, MXFP4WeightConfig, QATConfig, quantize_
-from aoquant.experts import grouped, packed, stack
+from aoquant.experts import grouped_linear, packed_experts, stack
 
 ONCE = {name: QATConfig(CONFIGS[name]) for name in ("int4", "nvfp4", "mxfp4")} | {
     "hadamard": QATConfig(MXFP4WeightConfig(transform=Hadamard(32)))
@@ -87,9 +87,9 @@ def test_prepared_is_converted(name: str, family: str, autocast: bool, monkeypat
 
     def counted(*args: Any) -> Tensor:
         calls.append(args)
-        return grouped.grouped_at_once(*args)
+        return grouped_linear.grouped_at_once(*args)
 
-    for module in (stack, packed):
+    for module in (stack, packed_experts):
         monkeypatch.setattr(module, "grouped_at_once", counted)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(*given)

@@ -24,7 +24,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant.config import ATTENTION
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 
 
 def test_names_choose_a_module_or_one_parameter() -> None:

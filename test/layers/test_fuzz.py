@@ -35,8 +35,8 @@ from aoquant import (
     set_fake_quant,
 )
 from aoquant.formats import tiles
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import STRAIGHT_THROUGH
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import STRAIGHT_THROUGH
 from aoquant.planning.plan import plan_layer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aoquant.layers import siblings
+from aoquant.linear import siblings
 from aoquant.ops import native
 
 PLAIN, ENCODED = 1 | 4 << 8, 1 | 1 << 4 | 4 << 8  # plans: x as it is, and encoded by rows

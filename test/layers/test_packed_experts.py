@@ -14,7 +14,7 @@ from aoquant import (
     QATConfig,
     quantize_,
 )
-from aoquant.experts.packed import packed_experts
+from aoquant.experts.packed_experts import packed_experts
 
 
 def test_packed_experts_are_selected_cut_turned_and_copied() -> None:

@@ -24,9 +24,9 @@ from torch.nn.utils import parametrize, prune
 
 import aoquant
 from aoquant import get_format, quantize_
-from aoquant.layers.packed import PackedLinear, adopt
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import PackedTensor
+from aoquant.linear.packed import PackedLinear, adopt
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 library = pytest.fixture(with_library)

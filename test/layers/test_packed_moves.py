@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from aoquant import quantize_
-from aoquant.layers.packed import PackedLinear
+from aoquant.linear.packed import PackedLinear
+from aoquant.linear.tensor import PackedTensor, same_bits
 from aoquant.recipes import get_recipe
-from aoquant.tensor import PackedTensor, same_bits
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 64, dtype=BF16)

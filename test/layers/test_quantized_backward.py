@@ -27,8 +27,8 @@ from aoquant import (
 )
 from aoquant.formats import Random
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
-from aoquant.layers.qat import RANDOM
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.prepared import RANDOM
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.recipes import get_recipe
 
 M, N, K = 50, 80, 96  # neither M nor N is a multiple of a block

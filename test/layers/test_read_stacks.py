@@ -39,7 +39,7 @@ from aoquant import (
     verify,
 )
 from aoquant.experts.families import stacks_of
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATReadExperts
 
 H, WIDTH, E = 64, 96, 4

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aoquant import Cast, HybridConfig, quantize_
-from aoquant.layers import function
+from aoquant.linear import function
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aoquant import quantize_
-from aoquant.layers import function
+from aoquant.linear import function
 from aoquant.recipes import get_recipe
 
 ROWS, K, N = 32, 128, 48

@@ -36,7 +36,7 @@ from aoquant import (
 )
 from aoquant.config import WeightConfig
 from aoquant.formats import Format, get_format
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 
 BASES = {
     "aoquant": NVFP4WeightConfig(),

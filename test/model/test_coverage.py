@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import aoquant
 from aoquant import IntxWeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.planning import tied
 from aoquant.report import verify
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig as torchao_int8
 
 from aoquant import HybridConfig, QATConfig, calibrate, quantize_, report, unprepare, verify
-from aoquant.layers import direct_reads
-from aoquant.layers.checks import unread
+from aoquant.linear import direct_reads
+from aoquant.linear.checks import unread
 
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "F.linear": lambda x, w: F.linear(x, w),

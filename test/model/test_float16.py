@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from aoquant import PackedTensor, QATConfig, quantize_, refresh_, report, unpack_
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig
 from aoquant.formats import get_format, get_operand
-from aoquant.layers.qat import Prepared, QATLinear
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.tensor import same_bits
+from aoquant.linear.prepared import Prepared, QATLinear
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import same_bits
 
 F16 = torch.float16
 WIDENED = ("int8-row", "int8-tensor", "int8-g32", "int8-row-asym", "fp8-row", "fp8-tensor", "fp8-e5m2-row", "fp8-e5m2-tensor", "fp8-1x128",

@@ -25,7 +25,7 @@ from transformers import (
 import aoquant
 from aoquant import AoquantWarning, IntxWeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.cli import main
-from aoquant.layers.kinds import is_linear
+from aoquant.linear.kinds import is_linear
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "heads-3c4a190.tar.xz"
 SIZE: dict[str, Any] = {

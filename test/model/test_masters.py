@@ -27,7 +27,7 @@ from aoquant import (
     set_fake_quant,
     unprepare,
 )
-from aoquant.parallel.gathered import GatheredWeight
+from aoquant.distributed.gathered import GatheredWeight
 from aoquant.recipes import get_recipe
 
 CONFIGS: dict[str, Any] = {

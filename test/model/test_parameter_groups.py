@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 import aoquant
 from aoquant import AoquantWarning, Int8WeightConfig, IntxWeightConfig, QATConfig, calibrate, quantize_
-from aoquant.layers.learned_scales import learned_scales, not_positive
+from aoquant.linear.learned_scales import learned_scales, not_positive
 
 IDS = torch.arange(4 * 8).reshape(4, 8) % 31
 CONFIGS: dict[str, Any] = {

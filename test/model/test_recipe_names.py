@@ -15,7 +15,7 @@ from torchao.quantization import FqnToConfig
 import aoquant
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.config import named
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.recipes import mixed
 
 

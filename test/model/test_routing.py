@@ -45,7 +45,7 @@ from aoquant import (
 )
 from aoquant.experts.routers import routers_of
 from aoquant.integrations.trainer import DRIFT, QATCallback
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 from aoquant.report.routing import changed_share, drift
 
 BATCH = {"input_ids": IDS}

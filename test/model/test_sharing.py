@@ -14,8 +14,8 @@ from torch import nn
 from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 
 from aoquant import Int4WeightConfig, Int8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_, verify
-from aoquant.layers.embedding import QATEmbedding
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.embedding import QATEmbedding
+from aoquant.linear.prepared import QATLinear
 from aoquant.planning.tied import adapter_problem
 
 CONFIGS = {

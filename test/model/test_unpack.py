@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from aoquant import AoquantWarning, PackedTensor, QATConfig, quantize_, unpack_
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig
 from aoquant.formats import COMPOSED, get_operand, list_formats
-from aoquant.layers.embedding import QATEmbedding
-from aoquant.tensor import same_bits
+from aoquant.linear.embedding import QATEmbedding
+from aoquant.linear.tensor import same_bits
 
 EXTRA = (
     "intx4-g32-noclip", "intx3-row-asym", "int8-tensor-asym", "nvfp4-search-row", "gridflip-search-row", "gridflip-search-16x16",

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, as_operand, get_format, hqq
 from aoquant.ops.call import Call
-from aoquant.ops.gemm import tinygemm
-from aoquant.ops.gemm.tinygemm import pack_cpu
+from aoquant.ops.gemm import torch_int4
+from aoquant.ops.gemm.torch_int4 import pack_cpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, F16, F32]
@@ -421,11 +421,11 @@ def test_what_the_cuda_operator_gets_is_padded_with_zeros_to_its_tiles(monkeypat
     """N to a multiple of 8, or of what is asked for, K to one of 1024; the operator itself needs a GPU, so here it is
     left out.
     """
-    monkeypatch.setattr(tinygemm._aten, "_convert_weight_to_int4pack", lambda pairs, tiles: pairs, raising=False)
+    monkeypatch.setattr(torch_int4._aten, "_convert_weight_to_int4pack", lambda pairs, tiles: pairs, raising=False)
     fmt = TinyGemm(64)
     e = fmt.encode(DATA["weights"](13, 192, BF16, 1))
     for given, n in (((), 16), ((16,), 16), ((32,), 32)):
-        pairs, scales = tinygemm.pack_cuda(fmt, e, *given)
+        pairs, scales = torch_int4.pack_cuda(fmt, e, *given)
         assert pairs.shape == (n, 512) and scales.shape == (16, n, 2)
         q = torch.stack((pairs >> 4, pairs & 15), -1).flatten(1).int() - 8
         s, z = (t.t().repeat_interleave(64, 1).double() for t in scales.double().unbind(-1))
@@ -440,7 +440,7 @@ def test_what_the_cuda_operator_gives_is_cut_to_the_weights_rows(monkeypatch: py
     fmt = TinyGemm(64)
     w, x, bias = DATA["weights"](13, 192, BF16, 1), DATA["normal"](5, 192, BF16, 2), DATA["normal"](1, 13, BF16, 3)[0]
     e = fmt.encode(w)
-    wanted = tinygemm.cuda_reference(Call("tinygemm_cuda", x, None, e, as_operand(fmt), bias, [5], BF16))
+    wanted = torch_int4.cuda_reference(Call("tinygemm_cuda", x, None, e, as_operand(fmt), bias, [5], BF16))
 
     def multiply(x_MK: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
         values = fmt.operand(e, F32)
@@ -448,9 +448,9 @@ def test_what_the_cuda_operator_gives_is_cut_to_the_weights_rows(monkeypatch: py
         padded[:13, :192] = values
         return (x_MK.float() @ padded.t()).bfloat16()
 
-    monkeypatch.setattr(tinygemm, "pack_cuda", lambda *args: (None, None))
-    monkeypatch.setattr(tinygemm._aten, "_weight_int4pack_mm", multiply, raising=False)
-    got = tinygemm._cuda(Call("tinygemm_cuda", x, None, e, as_operand(fmt), bias, [5], BF16))
+    monkeypatch.setattr(torch_int4, "pack_cuda", lambda *args: (None, None))
+    monkeypatch.setattr(torch_int4._aten, "_weight_int4pack_mm", multiply, raising=False)
+    got = torch_int4._cuda(Call("tinygemm_cuda", x, None, e, as_operand(fmt), bias, [5], BF16))
     assert got.shape == (5, 13)
     torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-5)  # sums of another order
 
@@ -461,4 +461,4 @@ def test_the_cpu_operator_takes_inputs_of_any_layout() -> None:
     strided = x.t().contiguous().t()
     assert not strided.is_contiguous()
     calls = [Call("tinygemm_cpu", t, None, e, as_operand(fmt), None, [5], BF16) for t in (x, strided)]
-    assert torch.equal(*(tinygemm._cpu(c) for c in calls))
+    assert torch.equal(*(torch_int4._cpu(c) for c in calls))

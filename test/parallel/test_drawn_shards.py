@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aoquant.distributed.extremes import extremes, measure
 from aoquant.formats import Random, Scales, as_operand, get_operand
 from aoquant.formats.random import Place, Span, of_rank
-from aoquant.parallel.extremes import extremes, measure
 
 STATE = torch.tensor([0xFEDCBA98, 0x1234567, (3 << 32) + 41])
 NAMES = (

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from aoquant import MXFP4WeightConfig, QATConfig, quantize_, save_pretrained
-from aoquant.experts.packed import PackedExperts
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.experts.sharded import ShardedExperts
 from aoquant.integrations.distributed import full_state_dict
-from aoquant.tensor import same_bits
+from aoquant.linear.tensor import same_bits
 
 CONFIG = MXFP4WeightConfig()  # weights and activations
 CHECKS: dict[str, Check] = {}

@@ -36,7 +36,7 @@ from aoquant import (
 )
 from aoquant.experts.prepared import QATExperts
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.prepared import QATLayer
 from aoquant.recipes import get_recipe
 
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aoquant import Int4WeightConfig
+from aoquant.distributed import sharded_linear
 from aoquant.experts import sharded as parallel
 from aoquant.formats import Scales, get_operand
-from aoquant.parallel import linear
-from aoquant.planning import stacks
+from aoquant.planning import stack_changes
 from aoquant.planning.changes import Chosen
 from aoquant.targets import resolve
 
@@ -37,32 +37,32 @@ def on(mesh: DeviceMesh, local: torch.Tensor, *placements: Placement) -> DTensor
 def test_shards_that_cut_a_block_are_refused(mesh: DeviceMesh) -> None:
     operands = [get_operand("nvfp4"), None]
     for dim, local, wanted in ((1, (64, 24), "sharding K = 48"), (1, (64, 32), None), (0, (24, 64), None)):
-        reason = linear.why_not(on(mesh, torch.empty(local), Shard(dim)), operands)
+        reason = sharded_linear.why_not(on(mesh, torch.empty(local), Shard(dim)), operands)
         assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), reason
-    assert linear.why_not(torch.empty(64, 24), operands) is None
-    tiles = linear.why_not(on(mesh, torch.empty(24, 64), Shard(0)), [get_operand("te-nvfp4-16x16")])
+    assert sharded_linear.why_not(torch.empty(64, 24), operands) is None
+    tiles = sharded_linear.why_not(on(mesh, torch.empty(24, 64), Shard(0)), [get_operand("te-nvfp4-16x16")])
     assert tiles is not None and "sharding N = 48" in tiles
 
 
 def test_operands_are_placed_and_on_one_mesh(mesh: DeviceMesh) -> None:
     x = on(mesh, torch.randn(4, 6), Replicate())
-    assert linear._placed(x, (Replicate(),)) is x
-    cut = linear._placed(x, (Shard(0),))
+    assert sharded_linear._placed(x, (Replicate(),)) is x
+    cut = sharded_linear._placed(x, (Shard(0),))
     assert cut.placements == (Shard(0),) and torch.equal(cut.to_local(), x.to_local()[:2])
-    linear._check(x, x, None)
+    sharded_linear._check(x, x, None)
     with pytest.raises(ValueError, match="must be placed by"):
-        linear._rule(Partial(), Replicate(), 2)
+        sharded_linear._rule(Partial(), Replicate(), 2)
     with pytest.raises(ValueError, match="plain tensor"):
-        linear._check(x.to_local(), x, None)
+        sharded_linear._check(x.to_local(), x, None)
     other = init_device_mesh("cpu", (1, 2))
     with pytest.raises(ValueError, match="on one device mesh"):
-        linear._check(on(other, torch.randn(4, 6), Replicate(), Replicate()), x, None)
+        sharded_linear._check(on(other, torch.randn(4, 6), Replicate(), Replicate()), x, None)
 
 
 def test_a_rank_has_its_part_of_a_fitted_transform(mesh: DeviceMesh) -> None:
     operand, matrix = get_operand("wush32+mxfp4"), torch.randn(4, 32, 32)
     shard = torch.randn(8, 64)
-    scales = linear._scales((operand, Scales(transform=matrix)), shard, on(mesh, shard, Shard(1)))
+    scales = sharded_linear._scales((operand, Scales(transform=matrix)), shard, on(mesh, shard, Shard(1)))
     assert scales is not None and scales.dynamic and scales.transform is not None
     assert torch.equal(scales.transform, matrix[:2])
 
@@ -74,6 +74,6 @@ def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
         module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(dim)))
         module.is_transposed = False  # type: ignore[assignment]
         for kind in ("prepare", "quantize"):
-            reason = stacks.why_not(chosen, kind, target)
+            reason = stack_changes.why_not(chosen, kind, target)
             assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), (dim, kind, reason)
     assert parallel.first_of(on(mesh, torch.randn(2, 32, 64), Shard(0))) == 0

@@ -8,8 +8,8 @@ from support.formats import SHARDED_TOO
 from support.linear_cases import BF16, F32, data, dtype_name, same_bytes
 from torch import Tensor
 
+from aoquant.distributed.extremes import extremes, measure
 from aoquant.formats import Encoded, Format, get_format, list_formats
-from aoquant.parallel.extremes import extremes, measure
 
 FORMATS = [*list_formats(), *SHARDED_TOO]
 

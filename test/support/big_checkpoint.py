@@ -19,7 +19,7 @@ from support.models import llama_config
 from transformers import AutoModelForCausalLM
 
 from aoquant import cli
-from aoquant.integrations.safetensors_file import reserve
+from aoquant.files.safetensors_file import reserve
 
 
 def write(folder: Path, *, hidden: int, inner: int, layers: int, vocab: int) -> int:

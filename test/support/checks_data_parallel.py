@@ -59,7 +59,7 @@ from aoquant import (
     verify,
 )
 from aoquant.integrations.distributed import full_state_dict
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 
 
 def train_alone(c: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:

@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils.checkpoint import checkpoint
 
 from aoquant import Cast, HybridConfig, Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.distributed.gathered import GatheredWeight
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 from aoquant.ops import backward
-from aoquant.parallel.gathered import GatheredWeight
 from aoquant.recipes import get_recipe
 
 WIDTH = 64

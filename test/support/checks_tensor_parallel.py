@@ -58,11 +58,11 @@ from aoquant import (
     list_formats,
     quantize_,
 )
-from aoquant.layers import sharded_packed as sharded
-from aoquant.layers.function import quantized_linear
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import LinearRecipe
-from aoquant.parallel import linear as sharding
+from aoquant.distributed import sharded_linear as sharding
+from aoquant.linear import sharded_packed as sharded
+from aoquant.linear.function import quantized_linear
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.recipes import get_recipe
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from aoquant.integrations import checkpoint
+from aoquant.files import checkpoint
 
 from . import models
 

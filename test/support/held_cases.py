@@ -22,7 +22,7 @@ from aoquant import (
     calibrate,
     quantize_,
 )
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 
 INT8 = Int8WeightConfig(activation="int8-tensor-static")
 CONFIGS: dict[str, tuple[Any, dict[str, str]]] = {

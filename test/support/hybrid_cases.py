@@ -13,7 +13,7 @@ from aoquant import get_format, quantize_
 from aoquant.formats import Encoded, Random
 from aoquant.formats.operand import Operand, as_operand
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
-from aoquant.layers.qat import QATLinear
+from aoquant.linear.prepared import QATLinear
 
 M, N, K = 50, 128, 256  # M is a multiple of no block, N and K of all
 FORMATS = ("te-fp8-tensor", "te-fp8-1x128", "mxfp8", "mxfp4", "te-nvfp4")

@@ -64,8 +64,8 @@ from aoquant import (
     ops,
     quantize_,
 )
-from aoquant.layers.qat import QATLinear
-from aoquant.layers.recipe import LinearRecipe
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
 
 from .torchao_oracle import cuda_division
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aoquant import quantize_
-from aoquant.layers.packed import PackedLinear
+from aoquant.linear.packed import PackedLinear
 
 CASES = ["int4-g32", "nvfp4-act", "nvfp4-h16", "fp8-row-act", "mxfp8-act"]
 cases = pytest.mark.parametrize("name", CASES)

@@ -23,9 +23,9 @@ from aoquant import (
     quantize_,
 )
 from aoquant.formats import as_operand
+from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import half
 from aoquant.targets import resolve
-from aoquant.tensor import PackedTensor
 
 SIZES = (0.1, 2e-3, 1e-4)
 OTHERS = ("intx4-g32-asym", "intx4-g32-noclip", "intx8-row-sfloat32", "stretched2-g32", "stretched4-row", "q4_0")

@@ -89,13 +89,13 @@ EQUIVALENT = [
         "An extreme is the same number in every dtype; float32 is reduced faster.",
     ),
     Equivalent(
-        "layers/function.py",
+        "linear/function.py",
         "NO_GRADIENT = Needs(False, False, False, False, False)",
         "NO_GRADIENT = Needs(False, False, True, False, False)",
         "Nothing that is kept depends on the bias, and without a gradient what is kept is dropped.",
     ),
     Equivalent(
-        "layers/bound.py",
+        "linear/bound.py",
         "m = x.numel() // k if k else 0",
         "m = x.numel() // k if k else 1",
         "No format has codes of K = 0, so k is never 0.",
@@ -125,13 +125,13 @@ EQUIVALENT = [
         "An int8 tensor times a float32 one is multiplied in float32.",
     ),
     Equivalent(
-        "ops/gemm/tinygemm.py",
+        "ops/gemm/torch_int4.py",
         'Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu, reads_codes=True),',
         'Backend("torch._weight_int4pack_mm_for_cpu", 11, _why_not_cpu, _cpu, reads_codes=True),',
         "Of the other backends only the reference, of priority 0, takes what this one takes.",
     ),
     Equivalent(
-        "integrations/safetensors_file.py",
+        "files/safetensors_file.py",
         "return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data",
         "return (values).cpu().contiguous().view(-1).view(torch.uint8).numpy().data",
         "Integers have no gradient, so what is viewed as bytes is detached by that.",

@@ -136,7 +136,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "ops/test_ops.py::test_scaled_mm_is_well_formed",
     ),
     "ops/encoding.py": (*_CODEC, "layers/test_embedding.py"),
-    "ops/linear.py": (*_GEMM, "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "hybrid/test_hybrid_contract.py"),
+    "ops/product.py": (*_GEMM, "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "hybrid/test_hybrid_contract.py"),
     "ops/lookup.py": ("layers/test_embedding.py",),
     "ops/codec/reference.py": (*_CODEC, *_of("ops/test_codec.py", "transposed_codes_are_those_of_the_transpose")),
     "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
@@ -153,10 +153,10 @@ NEAR: dict[str, tuple[str, ...]] = {
         "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract",
         "ops/test_ops.py::test_reference_int8_equals_int_mm",
     ),
-    "ops/gemm/tinygemm.py": (
+    "ops/gemm/torch_int4.py": (
         *_of("targets/test_int4_targets.py", "tile_packed_takes_any_activation_and_rounds_it_to_bf16"), "ops/test_int4_layouts.py",
     ),
-    "ops/delayed.py": ("hybrid/test_delayed_scaling.py",),
+    "ops/delayed_scales.py": ("hybrid/test_delayed_scaling.py",),
     "ops/linear_plan.py": ("ops/test_one_call.py",),
     "ops/gemm/one_call.py": ("ops/test_one_call.py", *_PACKED_LAYER),
     "ops/backward.py": (
@@ -165,19 +165,19 @@ NEAR: dict[str, tuple[str, ...]] = {
         "layers/test_quantized_backward.py::test_gradients_equal_the_reference",
     ),
     "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_as_nn_linear.py"),
-    "layers/direct_reads.py": ("model/test_direct_reads.py",),
+    "linear/direct_reads.py": ("model/test_direct_reads.py",),
     "experts/": (*_EXPERTS, *_PACKED_EXPERTS),
     "experts/routers.py": ("model/test_routing.py",),
     "_messages.py": ("model/test_arguments.py", "model/test_undo.py"),
     "report/routing.py": ("model/test_routing.py",),
-    "layers/packed_moves.py": (
+    "linear/packed_moves.py": (
         "layers/test_packed_moves.py", "model/test_state_dict.py",
         *_of("formats/test_wush.py", "slices", "rows_of_another_transform_are_not_fused_in", "rows_of_the_same_transform_are_fused_in"),
     ),
-    "experts/packed.py": (*_PACKED_EXPERTS, *_EXPERTS),
+    "experts/packed_experts.py": (*_PACKED_EXPERTS, *_EXPERTS),
     "experts/stack.py": ("layers/test_read_stacks.py",),
-    "layers/fast_path.py": ("model/test_fast_path.py",),
-    "layers/function.py": (
+    "linear/fast_path.py": ("model/test_fast_path.py",),
+    "linear/function.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("formats/test_held_scales.py", "all_gradients_of_a_learned_layer", "frozen_parts_of_a_learned_layer"),
         "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract", "layers/test_autocast.py",
@@ -185,39 +185,39 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("layers/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
              "a_step_encodes_each_side_once", "a_side_that_no_gemm_reads_is_not_encoded"),
     ),
-    "layers/fixed.py": _of(
+    "linear/fixed_weights.py": _of(
         "layers/test_fixed_weights.py", "a_weight_or_scale_that_changes_is_refused_by_name",
         "a_step_of_an_optimizer_changes_the_weights_with_gradients", "each_side_of_a_weight_is_encoded_once",
         "copies_are_outside_of_the_block", "blocks_nest_and_end_with_an_error", "micro_batches_and_rollouts",
     ),
-    "layers/held.py": ("formats/test_held_scales.py", *_of(
+    "linear/held.py": ("formats/test_held_scales.py", *_of(
         "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
         "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales",
     ), *_of("targets/test_static_torchao.py", "the_scale_has_the_dimensions_that_calibration_saw_after_a_resume_too")),
-    "layers/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
-    "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
-    "layers/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
-    "layers/bound.py": _PACKED_LAYER,
-    "layers/qat.py": (
+    "linear/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
+    "linear/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
+    "linear/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
+    "linear/bound.py": _PACKED_LAYER,
+    "linear/prepared.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
              "convert_takes_the_scales_as_they_are"),
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
     ),
-    "layers/recipe.py": (
+    "linear/recipe.py": (
         "layers/test_batch_invariant_layers.py::test_a_recipe_says_whether_a_token_is_its_own",
         "layers/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
     ),
-    "layers/cache.py": _of(
+    "linear/cache.py": _of(
         "layers/test_shared_inputs.py", "an_input_that_changes_between_two_layers_is_encoded_again",
         "a_write_that_autograd_cannot_see_spoils_no_later_call", "without_gradients", "formats_do_not_mix", "views",
         "under_autocast", "codes_die_with_their_input_and_what_autograd_keeps",
         "one_encoding_one_storage_and_the_same_bits", "a_packed_layer_sees_what_was_written",
         "a_buffer_that_is_used_again_is_read_again",
     ),
-    "layers/embedding.py": ("layers/test_embedding.py",),
-    "tensor.py": (
+    "linear/embedding.py": ("layers/test_embedding.py",),
+    "linear/tensor.py": (
         "model/test_packed_linear.py",
         *_of("layers/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
     ),
@@ -228,7 +228,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "targets/torchao_floats.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "planning/": _WHOLE_MODELS,
     "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS_NAMED),
-    "planning/stacks.py": (
+    "planning/stack_changes.py": (
         *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN, "parallel/test_placements.py", "model/test_coverage.py",
     ),
     "planning/fused.py": ("export/test_recipes_served.py", "formats/test_engines.py"),
@@ -243,19 +243,19 @@ NEAR: dict[str, tuple[str, ...]] = {
         "model/test_coverage.py", "model/test_sharing.py",
         *_of("integrations/test_peft.py", "quantising_under_adapters_is_refused", "merge_is_undone_exactly_and_adapters_are_added_once"),
     ),
-    "parallel/linear.py": ("parallel/test_placements.py", "parallel/test_shards.py", "parallel/test_one_rank.py"),
+    "distributed/sharded_linear.py": ("parallel/test_placements.py", "parallel/test_shards.py", "parallel/test_one_rank.py"),
     "integrations/peft.py": ("integrations/test_peft.py",),
     "integrations/peft_gradients.py": ("integrations/test_peft_gradients.py",),
     "integrations/stream.py": _CONVERT,
-    "integrations/safetensors_file.py": ("integrations/test_checksums.py", *_CONVERT),
+    "files/safetensors_file.py": ("integrations/test_checksums.py", *_CONVERT),
     "integrations/stream_sources.py": (*_CONVERT, "integrations/test_moe_convert.py"),
-    "integrations/stored_names.py": ("integrations/test_moe_convert.py", "integrations/test_renamed.py"),
+    "files/stored_names.py": ("integrations/test_moe_convert.py", "integrations/test_renamed.py"),
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
     "integrations/hf.py": (
         *_HF, "integrations/test_hf_embeddings.py",
     ),
-    "integrations/checkpoint.py": _HF,
+    "files/checkpoint.py": _HF,
 }  # fmt: skip
 
 

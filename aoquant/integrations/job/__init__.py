@@ -44,7 +44,7 @@ from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
-from aoquant.layers.qat import QATLayer
+from aoquant.linear.prepared import QATLayer
 from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
 from aoquant.recipes import mixed

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from aoquant import QATConfig, calibrate, quantize_
 from aoquant.calibrate import uncalibrated
+from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.plans import checked_plan
-from aoquant.integrations.safetensors_file import read_json
 from aoquant.integrations.text import assets
-from aoquant.layers.direct_reads import Watch
+from aoquant.linear.direct_reads import Watch
 from aoquant.planning import coverage
 from aoquant.planning.plan import Plan
 from aoquant.planning.sizes import stored_bytes

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aoquant.integrations.atomic import replace_text
-from aoquant.integrations.safetensors_file import read_json
+from aoquant.files.atomic import replace_text
+from aoquant.files.safetensors_file import read_json
 
 T = TypeVar("T")
 RESULTS = "aoquant_run.json"

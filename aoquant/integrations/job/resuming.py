@@ -24,11 +24,11 @@ from typing import Any
 from filelock import FileLock, Timeout  # torch needs it too
 
 import aoquant
+from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.records import RESULTS, environment, read_as, write_json
 from aoquant.integrations.job.result import Result, Stage
 from aoquant.integrations.launched import Ranks
-from aoquant.integrations.safetensors_file import read_json
 
 LOCK = ".lock"
 

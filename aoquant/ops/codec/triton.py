@@ -182,10 +182,10 @@ def transform(
     one pass.
     """
     if isinstance(matrix, Random):
-        rotated: Tensor = imported("stochastic").rotate(operand, x_RK, matrix)
+        rotated: Tensor = imported("stochastic_kernels").rotate(operand, x_RK, matrix)
         return rotated
     dtype = x_RK.dtype if back or operand.format.lossless else torch.float32
-    mixed: Tensor = imported("hadamard").mix(
+    mixed: Tensor = imported("hadamard_kernels").mix(
         x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped
     )
     return mixed

@@ -16,9 +16,9 @@ from . import (
     qutlass,
     reference,
     tensor_cores,
-    tinygemm,
+    torch_int4,
     torch_kernels,
 )
 
-_FILES = (reference, tensor_cores, packed_fp4, few_rows, blackwell, qutlass, torch_kernels, tinygemm, mslk, ggml, cpu)
+_FILES = (reference, tensor_cores, packed_fp4, few_rows, blackwell, qutlass, torch_kernels, torch_int4, mslk, ggml, cpu)
 BACKENDS = tuple(backend for file in _FILES for backend in file.BACKENDS)

@@ -186,14 +186,14 @@ def _bind_triton(r: Request, w: Encoded) -> Multiply:
 
 
 def _triton_product(f: Format, w: Encoded) -> Multiply:
-    from ..triton import few_rows, launch
+    from ..triton import few_rows_kernels, launch
 
     how = kind(f)
     assert how is not None
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         with launch.on(x_MK):
-            return few_rows.decode_mm(f, how, w, x_MK, alpha_x, f.alpha(w), bias)
+            return few_rows_kernels.decode_mm(f, how, w, x_MK, alpha_x, f.alpha(w), bias)
 
     return product
 

@@ -20,7 +20,7 @@ from aoquant.formats.elements import fma
 from .. import codec
 from ..call import Call
 from ..router import Backend, CodecRequest, Multiply, Request, runner
-from . import ggml, tinygemm
+from . import ggml, torch_int4
 
 Decode = Callable[..., Tensor]  # with the signature of `tiles.decode`
 
@@ -203,8 +203,8 @@ _CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
     "aoquant": _single_rounding,
     "bias_after": _bias_after,
     "fp8_bias_after": _fp8_bias_after,
-    "tinygemm_cuda": tinygemm.cuda_reference,
-    "tinygemm_cpu": tinygemm.cpu_reference,
+    "tinygemm_cuda": torch_int4.cuda_reference,
+    "tinygemm_cpu": torch_int4.cpu_reference,
     "dequantize": _dequantize,
     "dequantize_flat": _dequantize_flat,
     "matmul_bias": _matmul_bias,

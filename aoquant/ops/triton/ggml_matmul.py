@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Ggml
 
-from .ggml import B, block_integers
+from .ggml_kernels import B, block_integers
 from .launch import LAUNCHES, Launch
 
 GROUP = 8  # tile rows that are walked together, so that W stays in the L2 cache

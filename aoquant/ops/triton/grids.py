@@ -25,8 +25,8 @@ from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
 
 from ..quantized import Side
-from .amax import PARTIALS, absmax_partials, row_absmax
-from .elements import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
+from .amax_kernels import PARTIALS, absmax_partials, row_absmax
+from .element_codes import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
 from .launch import on
 
 TILE = 512

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format
 
-from .few_rows import BK, BN, LAUNCH, decoded_sums
-from .grouped import slot_of
+from .few_rows_kernels import BK, BN, LAUNCH, decoded_sums
+from .grouped_kernels import slot_of
 
 FEW = 32  # rows up to which K is cut for few experts
 

@@ -24,9 +24,9 @@ from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
 from ..quantized import Side
-from .blockscaled import TILE, masked_codes, mixing, nvfp4_scale
-from .elements import bits_float, e2m1_rounded, e2m1_value, float_bits, most
-from .hadamard import WARP, butterflies
+from .blockscaled_kernels import TILE, masked_codes, mixing, nvfp4_scale
+from .element_codes import bits_float, e2m1_rounded, e2m1_value, float_bits, most
+from .hadamard_kernels import WARP, butterflies
 from .launch import LAUNCHES, Launch
 from .row_width import row_width
 

@@ -31,8 +31,8 @@ from aoquant.formats.stochastic import E4M3_MAX, SR_MAX
 from aoquant.transforms import RoundedHadamard
 
 from ..quantized import Quantized, Side
-from .amax import PARTIALS, absmax_partials
-from .elements import (
+from .amax_kernels import PARTIALS, absmax_partials
+from .element_codes import (
     E2M1_UNIT,
     bits_float,
     e2m1_nearest,
@@ -49,7 +49,7 @@ from .elements import (
     te_scale,
 )
 from .launch import LAUNCHES, Launch
-from .stochastic import e2m1_drawn, philox_key, safe_scale
+from .stochastic_kernels import e2m1_drawn, philox_key, safe_scale
 from .strips import blocks, butterflied, column_words, highest, mixed, quartered, row_words, strip
 
 PROGRAMS = 2048

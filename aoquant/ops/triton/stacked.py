@@ -24,8 +24,8 @@ from aoquant.formats.elements import ELEMENTS
 from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
 
-from .blockscaled import nvfp4_scale
-from .elements import (
+from .blockscaled_kernels import nvfp4_scale
+from .element_codes import (
     ROUND,
     bits_float,
     e2m1_rounded,
@@ -39,8 +39,8 @@ from .elements import (
     most,
     through,
 )
-from .float8 import _scale, divided
-from .integer import TL_DTYPE, _fused, _int4_values, int4_scales, int4_shifted
+from .float8_kernels import _scale, divided
+from .integer_kernels import TL_DTYPE, _fused, _int4_values, int4_scales, int4_shifted
 from .launch import LAUNCHES, Launch
 
 COLUMNS = 64  # of a tile: 128 bytes of bfloat16

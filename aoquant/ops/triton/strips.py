@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elements import most
-from .hadamard import near, signs
-from .stochastic import philox
+from .element_codes import most
+from .hadamard_kernels import near, signs
+from .stochastic_kernels import philox
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .elements import pack4, unpack4
+from .element_codes import pack4, unpack4
 from .launch import LAUNCHES, Launch
 
 T = 128  # rows and columns of a tile

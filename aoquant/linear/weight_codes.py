@@ -1,0 +1,56 @@
+"""Codes that stand for a weight: what all-gathers and `quantized_model_init` hold in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from aoquant.distributed import shards
+from aoquant.formats import Encoded, Operand, Scales
+from aoquant.formats.random import Place, Span
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.ops import backward, codec
+
+
+def reads_values(recipe: LinearRecipe) -> str | None:
+    """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
+    gemm = recipe.dgrad
+    if recipe.history:
+        return "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"
+    if recipe.holds:
+        return "the layer encodes its weight by scales or a transform that it holds (static, learned or fitted)"
+    if recipe.weight_clips:
+        return "straight_through='clipped' masks gradients by the weight itself"
+    if recipe.fprop_weight.format.lossless:
+        return "its forward does not quantise the weight"
+    if gemm.keeps == "values" and gemm.forward is None and (gemm.other is None or gemm.other.draws):
+        return "dgrad starts from the weight itself"
+    return None
+
+
+class Sides(NamedTuple):
+    """Codes of a weight, or of some of its rows: of W, and of W^T where dgrad reads them."""
+
+    rows: Encoded
+    columns: Encoded | None
+
+
+def encoded_sides(recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Sides | None:
+    """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight."""
+    weight_as, gemm = recipe.fprop_weight, recipe.dgrad
+
+    def reduced(operand: Operand, values: Tensor) -> Scales | None:
+        return shards.scales(operand, values, (), groups)
+
+    held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
+    columns = None
+    if gemm.keeps == "values" and gemm.forward is None:
+        assert gemm.other is not None
+        nowhere = Place(Span(0, 0), Span(0, 0))  # nothing of it is drawn
+        columns = backward.columns(w, gemm.other, gemm.multiple, backward.Part(nowhere, reduced))
+    if not w.numel():
+        return None
+    return Sides(codec.encode(weight_as, w) if held is None else weight_as.encode(w, held), columns)
