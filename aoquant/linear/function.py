@@ -178,7 +178,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, x_held.zero, x_held.outer, x_held.transform)
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
-    shared = rows, columns, id(leaf)
+    shared = rows, columns, 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
     given = Given(recipe.key, packed, x_held, w_held, random, *shared, fixed, delayed, parts, rank)
     return _applied(x, weight, bias, x_scale, w_scale, given, master)
 

@@ -106,7 +106,7 @@ def _tile_packed(config: Any) -> Target:
         if hqq and (k % torch_int4.CUDA_K or n % rows):
             return (
                 f"HQQ in this layout stops by the mean error over zero padding too, so N must be a multiple of {rows} and K of "
-                f"{tinygemm.CUDA_K}, got N = {n}, K = {k}: use the default int4_choose_qparams_algorithm for this layer"
+                f"{torch_int4.CUDA_K}, got N = {n}, K = {k}: use the default int4_choose_qparams_algorithm for this layer"
             )
         return None
 
