@@ -288,4 +288,4 @@ def _in_a_loop(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
 
 
 # old files name it by the module that it was in
-torch.serialization.add_safe_globals([PackedExperts, (PackedExperts, "aoquant.linear.packed_experts.PackedExperts")])
+torch.serialization.add_safe_globals([PackedExperts, (PackedExperts, "aoquant.layers.packed_experts.PackedExperts")])
