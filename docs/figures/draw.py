@@ -252,7 +252,7 @@ def tiers() -> str:
         ("4", "Edges", "cli   integrations/   export/", "Hugging Face, peft, lm-eval, engines, the command line", "warm"),
         ("3", "User surface", "config  quantize  calibrate  recipes  report/  planning/  targets/  tools/",
          "configs in, plans, comparisons out; speaks torchao", "cool"),
-        ("2", "Layers", "layers/   parallel/   linear/tensor.py", "the prepared linear, the packed tensor, both on several devices", "cool"),
+        ("2", "Layers", "files/   experts/   linear/   distributed/", "one page: the prepared layer and its packed tensor", "cool"),
         ("1", "Operations", "ops/   ops/gemm/   ops/triton/   csrc", "one schema, many backends, a router with reasons", "box"),
         ("0", "Numbers", "formats/   transforms/", "encode, decode, operand: torch alone", "box"),
     ]  # fmt: skip

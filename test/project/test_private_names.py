@@ -62,7 +62,7 @@ USES = [
     ("torch.Tensor", "_version _base _is_view", "whether memory was written since; nothing public counts that"),
     (
         "torch.UntypedStorage",
-        "_cdata _new_with_weak_ptr",
+        "_cdata",
         "which storage, without keeping it alive; data_ptr is used again",
     ),
     ("torch.autograd", "_unsafe_preserve_version_counter", "FSDP2 writes gathered weights so: the write is no change"),

@@ -1,10 +1,10 @@
 """What torchao's QAT gets wrong, silently or loudly, held against ours: one test a bug, beside torchao's behaviour
 where that is cheap.
 
-Elsewhere: float8 that does not train (layers/test_training.py), zero rows and tensors, inputs of any shape and stride
-(layers/test_prepared_converted.py), empty batches (test_no_rows.py), an activation config alone
-(layers/test_fake_quantize_configs.py), conversions with another config or without prepare, hooks, attributes, mode and
-subclasses (model/test_api.py), tied embeddings (model/test_sharing.py), compiled layers (layers/test_compile.py).
+Elsewhere: float8 that does not train (linear/test_training.py), zero rows and tensors, inputs of any shape and stride
+(linear/test_prepared_converted.py), empty batches (test_no_rows.py), an activation config alone
+(linear/test_fake_quantize_configs.py), conversions with another config or without prepare, hooks, attributes, mode and
+subclasses (model/test_api.py), tied embeddings (model/test_sharing.py), compiled layers (linear/test_compile.py).
 """
 
 from __future__ import annotations

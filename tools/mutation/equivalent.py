@@ -101,10 +101,10 @@ EQUIVALENT = [
         "No format has codes of K = 0, so k is never 0.",
     ),
     Equivalent(
-        "layers/saved.py",
+        "linear/function.py",
         "for kind, k in zip(ctx.kinds, ctx.widths, strict=True):",
         "for kind, k in zip(ctx.kinds, ctx.widths, strict=False):",
-        "`keep` makes both lists of one value each of the same tuple.",
+        "`_save` makes both lists of one value each of the same tuple.",
     ),
     Equivalent(
         "ops/call.py",

@@ -45,7 +45,7 @@ _CONVERT = (
         "dtype_is_what_from_pretrained_gives", "other_files_come_along_and_other_weights_do_not",
     ),
 )  # fmt: skip
-_GEMM = ("ops/test_scaled_mm.py", "layers/test_prepared_converted.py::test_ragged_shapes", "ops/test_ggml.py")
+_GEMM = ("ops/test_scaled_mm.py", "linear/test_prepared_converted.py::test_ragged_shapes", "ops/test_ggml.py")
 _CODEC = _of(
     "ops/test_codec.py",
     "the_reference_runs_and_the_others_say_why_not", "forcing_triton_on_a_cpu_is_an_error_with_its_reason",
@@ -57,15 +57,15 @@ _CODEC = _of(
     "the_cuda_encoder_takes_what_the_codec_hands_over",
 )  # fmt: skip
 _EXPERTS_NAMED = _of(
-    "layers/test_experts_named.py",
+    "linear/test_experts_named.py",
     "names_choose_a_module_or_one_parameter", "experts_that_are_not_whole_or_run_elsewhere_are_refused",
 )  # fmt: skip
 _EXPERTS_REFUSED = _of(
-    "layers/test_experts_named.py",
+    "linear/test_experts_named.py",
     "what_experts_cannot_take_is_refused_by_name", "classes_without_the_protocol_are_refused_by_name",
 )  # fmt: skip
 _EXPERTS_RUN = _of(
-    "layers/test_experts.py",
+    "linear/test_experts.py",
     "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",
     "tokens_of_other_ranks_add_nothing", "fake_quantisation_is_switched_off_and_undone",
     "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
@@ -75,10 +75,10 @@ _EXPERTS = (
     *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN,
 )  # fmt: skip
 _PACKED_EXPERTS = _of(
-    "layers/test_packed_experts.py",
+    "linear/test_packed_experts.py",
     "packed_experts_are_selected_cut_turned_and_copied", "what_packed_experts_cannot_do_is_refused",
 )  # fmt: skip
-_PACKED_LAYER = ("layers/test_packed_layer.py", "layers/test_packed_compiled.py")
+_PACKED_LAYER = ("linear/test_packed_layer.py", "linear/test_packed_compiled.py")
 _WHOLE_MODELS = (
     "model/test_coverage.py", "model/test_owners.py", "model/test_recipe_names.py", "model/test_api.py",
     "model/test_sharing.py", "model/test_meta.py",
@@ -89,7 +89,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/__init__.py": ("formats/test_transforms.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/base.py": (
         "formats/test_held_scales.py", "formats/test_formats.py", "formats/test_wush.py::test_slices",
-        "layers/test_embedding.py::test_encoding_some_rows_gives_their_part_of_the_whole",
+        "linear/test_embedding.py::test_encoding_some_rows_gives_their_part_of_the_whole",
     ),
     "formats/elements.py": (
         "formats/test_elements.py", "formats/test_integer.py",
@@ -124,7 +124,7 @@ NEAR: dict[str, tuple[str, ...]] = {
              "a_stretched_value_saturates_half_a_step_beyond_the_largest_level", "names_are_unique_and_numerics_differ_by_name"),
         "formats/test_held_scales.py", "formats/test_formats.py",
     ),
-    "formats/operand.py": ("formats/test_transforms.py", "formats/test_stochastic.py", "layers/test_as_nn_linear.py"),
+    "formats/operand.py": ("formats/test_transforms.py", "formats/test_stochastic.py", "linear/test_as_nn_linear.py"),
     "transforms/": ("formats/test_transforms.py", "hybrid/test_hybrid_formats.py"),
     "transforms/rotation.py": ("formats/test_stochastic.py",),
     "transforms/wush.py": ("formats/test_wush.py",),
@@ -135,9 +135,9 @@ NEAR: dict[str, tuple[str, ...]] = {
              "ordinary_tensors_meet_no_dispatcher"),
         "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "ops/test_ops.py::test_scaled_mm_is_well_formed",
     ),
-    "ops/encoding.py": (*_CODEC, "layers/test_embedding.py"),
+    "ops/encoding.py": (*_CODEC, "linear/test_embedding.py"),
     "ops/product.py": (*_GEMM, "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "hybrid/test_hybrid_contract.py"),
-    "ops/lookup.py": ("layers/test_embedding.py",),
+    "ops/lookup.py": ("linear/test_embedding.py",),
     "ops/codec/reference.py": (*_CODEC, *_of("ops/test_codec.py", "transposed_codes_are_those_of_the_transpose")),
     "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
     "formats/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
@@ -149,8 +149,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         "forcing_by_the_environment", "a_route_is_asked_for_once_and_again_when_backends_or_force_change",
     )),
     "ops/gemm/reference.py": (
-        *_GEMM, "layers/test_prepared_converted.py::test_fp8_blocks_against_exact_sums",
-        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract",
+        *_GEMM, "linear/test_prepared_converted.py::test_fp8_blocks_against_exact_sums",
+        "linear/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract",
         "ops/test_ops.py::test_reference_int8_equals_int_mm",
     ),
     "ops/gemm/torch_int4.py": (
@@ -162,66 +162,66 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ops/backward.py": (
         "hybrid/test_hybrid_contract.py",
         "ops/test_codec.py::test_transposed_codes_are_those_of_the_transpose",
-        "layers/test_quantized_backward.py::test_gradients_equal_the_reference",
+        "linear/test_quantized_backward.py::test_gradients_equal_the_reference",
     ),
-    "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_as_nn_linear.py"),
+    "linear/": ("linear/test_prepared_converted.py::test_ragged_shapes", "linear/test_as_nn_linear.py"),
     "linear/direct_reads.py": ("model/test_direct_reads.py",),
     "experts/": (*_EXPERTS, *_PACKED_EXPERTS),
     "experts/routers.py": ("model/test_routing.py",),
     "_messages.py": ("model/test_arguments.py", "model/test_undo.py"),
     "report/routing.py": ("model/test_routing.py",),
     "linear/packed_moves.py": (
-        "layers/test_packed_moves.py", "model/test_state_dict.py",
+        "linear/test_packed_moves.py", "model/test_state_dict.py",
         *_of("formats/test_wush.py", "slices", "rows_of_another_transform_are_not_fused_in", "rows_of_the_same_transform_are_fused_in"),
     ),
     "experts/packed_experts.py": (*_PACKED_EXPERTS, *_EXPERTS),
-    "experts/stack.py": ("layers/test_read_stacks.py",),
+    "experts/stack.py": ("linear/test_read_stacks.py",),
     "linear/fast_path.py": ("model/test_fast_path.py",),
     "linear/function.py": (
-        "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
+        "linear/test_as_nn_linear.py", "linear/test_prepared_converted.py::test_ragged_shapes",
         *_of("formats/test_held_scales.py", "all_gradients_of_a_learned_layer", "frozen_parts_of_a_learned_layer"),
-        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract", "layers/test_autocast.py",
-        "layers/test_transformed_layers.py", "layers/test_quantized_backward.py", "hybrid/test_delayed_scaling.py",
-        *_of("layers/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
+        "linear/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract", "linear/test_autocast.py",
+        "linear/test_transformed_layers.py", "linear/test_quantized_backward.py", "hybrid/test_delayed_scaling.py",
+        *_of("linear/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
              "a_step_encodes_each_side_once", "a_side_that_no_gemm_reads_is_not_encoded"),
     ),
     "linear/fixed_weights.py": _of(
-        "layers/test_fixed_weights.py", "a_weight_or_scale_that_changes_is_refused_by_name",
+        "linear/test_fixed_weights.py", "a_weight_or_scale_that_changes_is_refused_by_name",
         "a_step_of_an_optimizer_changes_the_weights_with_gradients", "each_side_of_a_weight_is_encoded_once",
         "copies_are_outside_of_the_block", "blocks_nest_and_end_with_an_error", "micro_batches_and_rollouts",
     ),
     "linear/held.py": ("formats/test_held_scales.py", *_of(
-        "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
+        "linear/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
         "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales",
     ), *_of("targets/test_static_torchao.py", "the_scale_has_the_dimensions_that_calibration_saw_after_a_resume_too")),
     "linear/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
-    "linear/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
+    "linear/law.py": ("linear/test_as_nn_linear.py", "linear/test_quantized_backward.py"),
     "linear/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
     "linear/bound.py": _PACKED_LAYER,
     "linear/prepared.py": (
-        "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
-        *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
+        "linear/test_as_nn_linear.py", "linear/test_prepared_converted.py::test_ragged_shapes",
+        *_of("linear/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
              "convert_takes_the_scales_as_they_are"),
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
     ),
     "linear/recipe.py": (
-        "layers/test_batch_invariant_layers.py::test_a_recipe_says_whether_a_token_is_its_own",
-        "layers/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
+        "linear/test_batch_invariant_layers.py::test_a_recipe_says_whether_a_token_is_its_own",
+        "linear/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
     ),
     "linear/cache.py": _of(
-        "layers/test_shared_inputs.py", "an_input_that_changes_between_two_layers_is_encoded_again",
+        "linear/test_shared_inputs.py", "an_input_that_changes_between_two_layers_is_encoded_again",
         "a_write_that_autograd_cannot_see_spoils_no_later_call", "without_gradients", "formats_do_not_mix", "views",
         "under_autocast", "codes_die_with_their_input_and_what_autograd_keeps",
         "one_encoding_one_storage_and_the_same_bits", "a_packed_layer_sees_what_was_written",
         "a_buffer_that_is_used_again_is_read_again",
     ),
-    "linear/embedding.py": ("layers/test_embedding.py",),
+    "linear/embedding.py": ("linear/test_embedding.py",),
     "linear/tensor.py": (
         "model/test_packed_linear.py",
-        *_of("layers/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
+        *_of("linear/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
     ),
-    "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "layers/test_fake_quantize_configs.py"),
+    "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "linear/test_fake_quantize_configs.py"),
     "targets/kernels.py": ("targets/test_kernels_here.py",),
     "targets/torchao_int4.py": ("targets/test_int4_targets.py",),
     "targets/torchao_integers.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
@@ -229,7 +229,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "planning/": _WHOLE_MODELS,
     "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS_NAMED),
     "planning/stack_changes.py": (
-        *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN, "parallel/test_placements.py", "model/test_coverage.py",
+        *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN, "distributed/test_placements.py", "model/test_coverage.py",
     ),
     "planning/fused.py": ("export/test_recipes_served.py", "formats/test_engines.py"),
     "planning/owners.py": ("model/test_owners.py", "model/test_coverage.py", "model/test_meta.py"),
@@ -243,7 +243,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "model/test_coverage.py", "model/test_sharing.py",
         *_of("integrations/test_peft.py", "quantising_under_adapters_is_refused", "merge_is_undone_exactly_and_adapters_are_added_once"),
     ),
-    "distributed/sharded_linear.py": ("parallel/test_placements.py", "parallel/test_shards.py", "parallel/test_one_rank.py"),
+    "distributed/sharded_linear.py": ("distributed/test_placements.py", "distributed/test_shards.py", "distributed/test_one_rank.py"),
     "integrations/peft.py": ("integrations/test_peft.py",),
     "integrations/peft_gradients.py": ("integrations/test_peft_gradients.py",),
     "integrations/stream.py": _CONVERT,
