@@ -19,6 +19,7 @@ from torchao.quantization import FqnToConfig
 
 from aoquant import PackedWeightConfig, export
 from aoquant.export.compressed import store
+from aoquant.export.targets import Stored, Unfit
 from aoquant.formats import get_format
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
@@ -39,6 +40,20 @@ PAIRS = [
     ("nvfp4-pow2", ""),
     ("nvfp4-pow2", "nvfp4-static:0.00390625"),
 ]
+
+
+def test_static_inputs_are_stored_by_their_scale() -> None:
+    """TransformerEngine's formats hold its reciprocal, and e5m2 codes are none of the layout's."""
+    format = get_format("fp8-tensor")
+
+    def stored(activation: str) -> Stored:
+        recipe = LinearRecipe(get_format(activation), format)
+        return store(PackedTensor.from_encoded(format.encode(torch.randn(32, 32)), recipe, torch.float32))
+
+    for activation in ("fp8-tensor-static:0.02", "te-fp8-tensor-static:50.0"):
+        assert stored(activation).tensors["input_scale"].item() == pytest.approx(0.02)
+    with pytest.raises(Unfit, match="fp8-e5m2-tensor"):
+        stored("fp8-e5m2-tensor-static:0.02")
 
 
 @pytest.mark.parametrize(("weight", "activation"), PAIRS)
