@@ -401,6 +401,17 @@ class Format:
             return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose a group that divides K or leave the layer out"
         return None
 
+    def spread(self, v_TG: Tensor, rows: int) -> Tensor:
+        """(rows, G): a tile's value for each of its rows; v_TG as it is where a tile is one row."""
+        return v_TG if self.tile_rows == 1 else v_TG.repeat_interleave(self.tile_rows, 0)[:rows]
+
+    def _tiles(self, v_RG: Tensor) -> Tensor:
+        """(ceil(R / tile_rows), G): the largest of each tile's rows; NaN where one is NaN."""
+        if self.tile_rows == 1:
+            return v_RG
+        padded = torch.nn.functional.pad(v_RG, (0, 0, 0, -v_RG.shape[0] % self.tile_rows))
+        return padded.view(padded.shape[0] // self.tile_rows, self.tile_rows, v_RG.shape[1]).amax(1)
+
     def _blocks(self, x_RK: Tensor) -> Tensor:
         """(R, G, block) view or copy of x, contiguous as codes have to be; one block of K when the format has none."""
         block = self.block or x_RK.shape[1]

@@ -106,7 +106,7 @@ class MX(Format):
         v_RK = off_zero(self, e)
         anew, stored = self.measure(v_RK).scale, e.scale
         assert anew is not None and stored is not None
-        smaller = (anew.view(torch.uint8) != stored.view(torch.uint8)).repeat_interleave(self.tile_rows, 0)[: len(v_RK)]
+        smaller = self.spread(anew.view(torch.uint8) != stored.view(torch.uint8), len(v_RK))
         return self._blocks(v_RK).mul(torch.where(smaller, 1 + 2.0**-6, 1.0).unsqueeze(-1)).flatten(1)
 
     def _inverse(self, byte: Tensor) -> Tensor:

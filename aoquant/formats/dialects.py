@@ -243,7 +243,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         amax = torch.where(amax.isinf(), torch.nan, amax)  # a saturating cast would hide Inf
         if self.dialect == "xx":
             scale = self._block_scales(amax / (s.outer * E2M1_MAX), s)
-            y_RGB = x_RGB / self._spread(scale.float() * s.outer, rows).unsqueeze(-1)
+            y_RGB = x_RGB / self.spread(scale.float() * s.outer, rows).unsqueeze(-1)
         else:
             if self.dialect == "qutlass":
                 encode = s.outer.reciprocal()
@@ -254,12 +254,12 @@ class NVFP4Dialect(_E2M1, OneScale):
                 encode = torch.where(s.outer == 0, 1.0, encode)
                 scale = self._block_scales(amax * (encode * reciprocal(E2M1_MAX)), s)
                 inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
-            y_RGB = x_RGB * self._spread(inverse, rows).unsqueeze(-1)
+            y_RGB = x_RGB * self.spread(inverse, rows).unsqueeze(-1)
         return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
 
     def scales(self, e: Encoded) -> Tensor:
         assert e.scale is not None
-        return self._spread(e.scale.float(), e.codes.shape[0])
+        return self.spread(e.scale.float(), e.codes.shape[0])
 
     def alpha(self, e: Encoded) -> Tensor | None:
         assert e.outer is not None
@@ -287,13 +287,3 @@ class NVFP4Dialect(_E2M1, OneScale):
         assert e.outer is not None
         step = self.scales(e) * e.outer
         return step if self.post == 1 else step * self.post
-
-    def _tiles(self, v_RG: Tensor) -> Tensor:
-        """The largest of each tile's rows."""
-        if self.tile == 1 or not v_RG.numel():
-            return v_RG[: -(-v_RG.shape[0] // self.tile)]
-        padded = torch.nn.functional.pad(v_RG, (0, 0, 0, -v_RG.shape[0] % self.tile))
-        return padded.view(-1, self.tile, v_RG.shape[1]).amax(1)
-
-    def _spread(self, v_TG: Tensor, rows: int) -> Tensor:
-        return v_TG if self.tile == 1 else v_TG.repeat_interleave(self.tile, 0)[:rows]

@@ -153,15 +153,7 @@ class Float8(OneScale):
         assert e.scale is not None
         return e.scale < torch.finfo(torch.float32).smallest_normal
 
-    def spread(self, scale: Tensor, rows: int) -> Tensor:
-        """A scale for every row: (R, G), or (1, 1) as it is."""
-        return scale if self.rows == 1 else scale.repeat_interleave(self.rows, 0)[:rows]
-
     def _absmax(self, x_RGB: Tensor) -> Tensor:
         """Scale-shaped, in x's dtype, within the bounds."""
-        amax = absmax(x_RGB.reshape(1, 1, -1) if self.per == "tensor" else x_RGB)
-        if self.rows > 1:
-            missing = -amax.shape[0] % self.rows
-            padded = torch.nn.functional.pad(amax, (0, 0, 0, missing)) if missing else amax
-            amax = padded.view(-1, self.rows, amax.shape[1]).amax(1) if amax.numel() else amax
+        amax = self._tiles(absmax(x_RGB.reshape(1, 1, -1) if self.per == "tensor" else x_RGB))
         return amax if self.low is None and self.high is None else amax.clamp(min=self.low, max=self.high)

@@ -203,8 +203,7 @@ class FourOverSix(OneScale):
     def _signed(self, e: Encoded) -> Tensor:
         """(R, G) float32 scales with their sign."""
         assert e.scale is not None
-        s = from_float8(e.scale, torch.float32)
-        return s if self.tile == 1 else s.repeat_interleave(self.tile, 0)[: e.codes.shape[0]]
+        return self.spread(from_float8(e.scale, torch.float32), e.codes.shape[0])
 
     def _fold(self, t_RK: Tensor) -> Tensor:
         """(R, K) -> (E, B), a block's values in the order of its rows; zeros below the last row."""

@@ -51,7 +51,7 @@ class MXSquare(MX):
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
-        each_row = self._spread(s.scale.view(torch.uint8), x_RK.shape[0]).view(torch.float8_e8m0fnu)
+        each_row = self.spread(s.scale.view(torch.uint8), x_RK.shape[0]).view(torch.float8_e8m0fnu)
         return super().quantize(x_RK, Scales(each_row))._replace(scale=s.scale)
 
     def floored(self, e: Encoded) -> Tensor:
@@ -60,12 +60,4 @@ class MXSquare(MX):
         return (e.scale.view(torch.uint8) == 0) & self._tiles(holds_data.float()).bool()
 
     def _scale(self, e: Encoded) -> Tensor:
-        return self._spread(super()._scale(e), e.codes.shape[0])
-
-    def _tiles(self, v_RG: Tensor) -> Tensor:
-        """The largest of each tile's rows; NaN where one is NaN."""
-        padded = torch.nn.functional.pad(v_RG, (0, 0, 0, -v_RG.shape[0] % 32))
-        return padded.view(padded.shape[0] // 32, 32, v_RG.shape[1]).amax(1)
-
-    def _spread(self, v_TG: Tensor, rows: int) -> Tensor:
-        return v_TG.repeat_interleave(32, 0)[:rows]
+        return self.spread(super()._scale(e), e.codes.shape[0])
