@@ -488,6 +488,8 @@ class QATConfig(AOBaseConfig):
         Raises:
             ValueError: the engine, or where it runs, is not known.
         """
+        if self.engine is None and self.gpu is None:
+            return []
         by_name = (
             self.base_config.fqn_to_config if isinstance(self.base_config, FqnToConfig) else {"": self.base_config}
         )

@@ -204,7 +204,7 @@ class QATExperts(PreparedModule):
             return out
         shape = tokens * top_k, y.shape[-1]
         by_token = y.new_empty(shape) if at_once else y.new_zeros(shape)  # at once, every row is written
-        return by_token.index_copy_(0, perm, y).view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        return by_token.index_copy_(0, perm, y).view(tokens, top_k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _product(
         self, x: Tensor, name: str, stacks: dict[str, Stack], ids: Tensor, rows: Rows, ends: list[int] | None

@@ -31,7 +31,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
         model = llama(tied=False)
         model.save_pretrained(root / f"float{seed}")
         convert_checkpoint(root / f"float{seed}", NVFP4WeightConfig(), root / f"converted{seed}", max_shard_size=SIZE)
-        quantize_(model, aoquant.recipes.named("vllm-nvfp4-weight"))
+        quantize_(model, aoquant.config.named("vllm-nvfp4-weight"))
         save_pretrained(model, root / f"saved{seed}", max_shard_size=SIZE)
         for layout in ("compressed-tensors", "modelopt"):
             export(root / f"saved{seed}", root / f"{layout}{seed}", layout, max_shard_size=SIZE)

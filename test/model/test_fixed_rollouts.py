@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from support.models import IDS, logits, narrow_llama
-from support.packed_cases import dynamo_afresh
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -20,7 +19,7 @@ from aoquant import QATConfig, fixed_weights, quantize_
 from aoquant.recipes import get_recipe
 
 RECIPES = ("int4-g32", "nvfp4", "fp8-hybrid", "int8-static")
-fresh_dynamo = pytest.fixture(dynamo_afresh, autouse=True)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def model(recipe: str) -> LlamaForCausalLM:

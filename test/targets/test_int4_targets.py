@@ -270,7 +270,7 @@ def test_what_is_packed_on_a_gpu_says_its_blocks(monkeypatch: pytest.MonkeyPatch
     int4 = importlib.import_module("aoquant.targets.torchao_int4")
     monkeypatch.setattr(int4, "_can", lambda *args: None)
     monkeypatch.setattr(int4, "_shuffled", lambda codes, scale: (codes, scale))
-    monkeypatch.setattr(int4.tinygemm, "pack_cuda", lambda format, e, rows: (e.codes, e.scale))
+    monkeypatch.setattr(int4.torch_int4, "pack_cuda", lambda format, e, rows: (e.codes, e.scale))
     w = torch.randn(32, 256, dtype=BF16)
     for name in ("preshuffled", "tile packed", "fp8 preshuffled"):
         target = resolve(CONFIGS[name][0])

@@ -137,7 +137,7 @@ EQUIVALENT = [
         "Integers have no gradient, so what is viewed as bytes is detached by that.",
     ),
     Equivalent(
-        "ops/tiles.py",
+        "formats/tiles.py",
         "if total * k < 2 * tile or not (x_RK.is_cuda or x_RK.is_cpu):",
         "if total * k < 3 * tile or not (x_RK.is_cuda or x_RK.is_cpu):",
         "Tiles have the bytes of the whole, so from which size on a matrix is cut is a question of speed.",
