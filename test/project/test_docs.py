@@ -1,20 +1,16 @@
-"""The documentation is true: its Python runs, its tables and links fit the source, its messages are the source's, and
-it is easy to read.
+"""The documentation is true: its Python runs, its tables and links fit the source, and it is easy to read.
 
 Blocks of one page share a namespace and run in order in an empty folder; the README's have a model and what else they
 name. A block that cannot run in this suite has the line "<!-- not run: REASON -->" above it; how many there are is
-written down here, so that none is switched off unnoticed. In quoted messages "…" stands for whatever a placeholder
-becomes, or for words left out.
+written down here, so that none is switched off unnoticed.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
 import re
 import runpy
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,10 +29,11 @@ BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+TO_HEADING = re.compile(r"\]\(((?!https?:)[^)#]*\.md)?#([^)]+)\)")
+NAMED = re.compile(r"\bdocs/[\w/-]+\.md\b")
 NOT_RUN = 4
-WIDTH, ROW, README, GLOSSARY, GUIDE = 120, 400, 100, 35, 20
+WIDTH, ROW, README, GLOSSARY, GUIDE, TROUBLES = 120, 400, 100, 35, 20, 30
 FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
-ELLIPSIS = "…"
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
@@ -86,6 +83,30 @@ def test_few_blocks_are_not_run() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as MkDocs makes them."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
+def test_links_to_headings_find_them(page: Path) -> None:
+    links = TO_HEADING.findall(page.read_text(encoding="utf-8"))
+    assert [(to, name) for to, name in links if name not in anchors(page.parent / to if to else page)] == []
+
+
+def test_the_source_names_pages_that_exist() -> None:
+    named = {name for path in (ROOT / "aoquant").rglob("*.py") for name in NAMED.findall(path.read_text("utf-8"))}
+    # docs/features/ is a folder of vLLM's repository
+    missing = {name for name in named if not (ROOT / name).exists() and not name.startswith("docs/features/")}
+    assert named and missing == set()
+
+
+def test_troubleshooting_is_short() -> None:
+    """Error messages say what to do; the page is for what users really meet, and pages link into it."""
+    assert (DOCS / "troubleshooting.md").read_text(encoding="utf-8").count("\n### ") <= TROUBLES
 
 
 def test_the_index_lists_every_page() -> None:
@@ -170,72 +191,3 @@ def test_the_versions_are_those_that_ci_installs() -> None:
     named = dict(zip(page[heads].split(" | ")[1:-1], page[heads + 2].split(" | ")[1:-1], strict=True))
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert {name: version.split()[0] for name, version in named.items()} == {name: pins[name] for name in named}
-
-
-def text_of(node: ast.AST) -> str | None:
-    """A string expression with its placeholders as "…"; None when it is no string."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(v.value) if isinstance(v, ast.Constant) else ELLIPSIS for v in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = text_of(node.left), text_of(node.right)
-        return None if left is None and right is None else (left or ELLIPSIS) + (right or ELLIPSIS)
-    return None
-
-
-def strings(node: ast.AST) -> Iterator[str]:
-    """The outermost strings in an expression or statement, nested functions left out; docstrings do not count."""
-    if (text := text_of(node)) is not None:
-        yield text
-        return
-    for child in ast.iter_child_nodes(node):
-        is_docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-        if not is_docstring:
-            yield from strings(child)
-
-
-def is_message(text: str) -> bool:
-    return len(text) > 20 and " " in text
-
-
-@cache
-def in_source() -> tuple[frozenset[str], frozenset[str]]:
-    """(every string of the source, those that users meet: raised, warned, or returned as the reason of a refusal)."""
-    every: set[str] = set()
-    shown: set[str] = set()
-    for path in sorted((ROOT / "aoquant").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        every.update(filter(is_message, strings(tree)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                shown.update(filter(is_message, strings(node.exc)))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-                shown.update(filter(is_message, strings(node)))
-            elif isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "str | None":
-                returns = [n for n in ast.walk(node) if isinstance(n, ast.Return)]
-                shown.update(text for n in returns for text in strings(n) if is_message(text))
-    return frozenset(every), frozenset(shown)
-
-
-def pattern(quoted: str) -> re.Pattern[str]:
-    return re.compile(".*".join(re.escape(part) for part in quoted.split(ELLIPSIS)), re.DOTALL)
-
-
-@cache
-def quoted_messages() -> tuple[str, ...]:
-    """Headings that are a message, and list items that begin with one."""
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    return tuple(m.strip() for _, m in re.findall(r"^(?:###|-) (`+)(.+?)\1", text, re.MULTILINE))
-
-
-def test_quoted_messages_are_in_the_source() -> None:
-    every, _ = in_source()
-    assert [q for q in quoted_messages() if not any(map(pattern(q).fullmatch, every))] == []
-    assert [q for q in quoted_messages() if len(q.replace(ELLIPSIS, "")) < 12] == []
-
-
-def test_messages_of_the_source_are_quoted() -> None:
-    _, shown = in_source()
-    patterns = [pattern(q) for q in quoted_messages()]
-    assert sorted(s for s in shown if not any(p.fullmatch(s) for p in patterns)) == []
