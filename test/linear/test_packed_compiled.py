@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.linear_cases import BF16, BY_NAME, assert_equal, data
-from support.packed_cases import cases, general, packed, same
+from support.packed_cases import cases, packed, same
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.nn import functional as F
-
-from aoquant import backend
-from aoquant.ops import native
-from aoquant.ops.gemm import one_call
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -77,55 +72,3 @@ def test_a_compiled_step_has_one_op_and_guards_on_no_subclass() -> None:
     ops = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function" and "aoquant" in str(n.target)]
     assert ops == ["aoquant.matmul.default"]
     assert not [g.name for g in guards if "weight" in g.name]
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "parts"),
-    [
-        ("int4-g32", 5 << 8 | 1 << 17, (True, False)),  # groups of 32, zeros
-        ("nvfp4-dynamic", 1 | 4 << 8 | 1 << 18, (False, True)),  # groups of 16, alpha_w
-    ],
-)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_a_compiler_sees_one_operator_where_csrc_has_it(
-    bias: bool, name: str, number: int, parts: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the general op for more rows than it takes, and under a forced backend."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    module, case = packed(name, bias), BY_NAME[name]
-    library = torch.library.Library("aoquant_native", "FRAGMENT")
-    library.define(
-        "linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_w, Tensor? bias, int plan) -> Tensor"
-    )
-    told: list[int] = []
-
-    def linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Any, alpha: Any, bias: Any, plan: int) -> Tensor:
-        told.append(plan)
-        assert codes.data_ptr() == module.weight.qdata.data_ptr() and (zero is not None, alpha is not None) == parts
-        with backend("reference"):
-            return F.linear(x, module.weight, bias)
-
-    library.impl("linear", linear, "CPU")
-    torch.library.register_fake("aoquant_native::linear", native._linear, lib=library)
-    monkeypatch.setattr(one_call, "number", lambda *a: number if a[-1] <= 256 else None)
-    module.weight = module.weight  # what it remembers of its weight is made anew
-    graphs: list[list[str]] = []
-
-    def keep(graph: Any, given: Any) -> Any:
-        graphs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
-        return graph.forward
-
-    compiler = aot_autograd(fw_compiler=keep, inference_compiler=keep)
-    with torch.no_grad():
-        run = torch.compile(module, fullgraph=True, backend=compiler, dynamic=False)
-        few, many = data("normal", 3, case.k, BF16).view(1, 3, -1), data("normal", 257, case.k, BF16)
-        want = general(module, few)
-        assert_equal(run(few), want)
-        assert graphs == [["aoquant_native.linear.default"]] and told == [number]
-        assert_equal(run(many), general(module, many))
-        assert "aoquant_native.linear.default" not in graphs[-1] and len(graphs) == 2
-        with backend("reference"):
-            assert_equal(run(few), want)
-        assert "aoquant.matmul.default" in graphs[-1] and told == [number] and len(graphs) == 3
-    library._destroy()
