@@ -1,4 +1,6 @@
-"""Stacked experts, to the bit: prepared equals transformers over quantised weights, converted equals prepared."""
+"""Stacked experts, to the bit: prepared equals transformers over quantised weights, converted equals prepared, and all
+experts at once equal experts one by one.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,7 @@ from aoquant import (
     set_fake_quant,
     unprepare,
 )
+from aoquant.experts import grouped_linear, stack
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 
@@ -68,11 +71,22 @@ def test_weight_only_is_transformers_over_quantised_weights(
     assert not torch.equal(y, reference(*batch))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@pytest.fixture(params=(*IMPLEMENTATIONS, "at once"))
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An implementation of transformers; "at once" is grouped_mm as on a GPU, which takes all experts together."""
+    if request.param in IMPLEMENTATIONS:
+        return str(request.param)
+    at_once(monkeypatch)
+    return "grouped_mm"
+
+
+families = pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+
+
+@families
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prepared_is_converted(config: Any, family: str, implementation: str) -> None:
-    model, batch = made(family, implementation), routed(16, "random")
+def test_prepared_is_converted(config: Any, family: str, way: str) -> None:
+    model, batch = made(family, way), routed(16, "random")
     quantize_(model, QATConfig(config, step="prepare"))
     y = model(*batch)
     w = {name: model.experts.quantised_weight(name) for name in ("gate_up_proj", "down_proj")}
@@ -84,24 +98,20 @@ def test_prepared_is_converted(config: Any, family: str, implementation: str) ->
         packed = getattr(model.experts, name)
         assert isinstance(packed.data, PackedExperts)
         assert packed.shape == values.shape
-        assert torch.equal(packed.dequantize(), values)
+        if config is not CONFIGS["hadamard"]:  # whose values are multiplied behind its transform
+            assert torch.equal(packed.dequantize(), values)
         outer = packed.per_tensor_scale
         n = values.shape[-1] if packed.transposed else values.shape[1]
         assert outer is None or outer.shape == (E, n, 1)
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation"),
-    [
-        pytest.param(f, i, marks=[] if f in ("mixtral", "gpt-oss") else [pytest.mark.slow])
-        for f in FAMILIES
-        for i in IMPLEMENTATIONS
-    ],
+    "family", [pytest.param(f, marks=[] if f in ("mixtral", "gpt-oss") else [pytest.mark.slow]) for f in FAMILIES]
 )
-def test_prepared_is_converted_under_autocast(family: str, implementation: str) -> None:
+def test_prepared_is_converted_under_autocast(family: str, way: str) -> None:
     """float32 parameters; tokens and weights of either dtype, as norms and routers leave them."""
     for config in (Int4WeightConfig(32), NVFP4WeightConfig()):
-        model = made(family, implementation, torch.float32)
+        model = made(family, way, torch.float32)
         quantize_(model, QATConfig(config, step="prepare"))
         converted = copy.deepcopy(model)
         quantize_(converted, QATConfig(step="convert"))
@@ -252,3 +262,56 @@ def test_a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does(
     with mock.patch.object(nn.functional, "grouped_mm", wraps=nn.functional.grouped_mm) as called:
         model(*batch)
     assert called.call_count == (implementation == "grouped_mm")
+
+
+# Which only a loop computes: one scale for all tokens, another contract, masks
+LOOPS = {"int8-tensor": "identity", "intx": "identity", "clipped": "clipped"}
+
+
+@families
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "mxfp4", "hadamard", *LOOPS])
+def test_all_at_once_is_the_loop(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output and dW to the bit; dx within its sum over a token's experts, which are two; the gradients of biases,
+    which the loop rounds in every addition, within that. Expert 3 has no tokens, and some tokens are another rank's.
+    """
+    loop, (x, index, weights) = made(family, "grouped_mm"), routed(16, "random")
+    index[::5, 0] = E
+    loop.experts._is_expert_parallel = True
+    quantize_(loop, QATConfig(CONFIGS.get(name, CONFIGS["mxfp4"]), straight_through=LOOPS.get(name, "identity")))
+    once, calls = copy.deepcopy(loop), []
+    monkeypatch.setattr(stack, "grouped_at_once", lambda *a: calls.append(a) or grouped_linear.grouped_at_once(*a))
+    results = []
+    for model in (loop, once):
+        if model is once:
+            assert not calls
+            at_once(monkeypatch)
+        given = x.clone().requires_grad_()
+        y = model(given, index, weights)
+        y.float().square().sum().backward()
+        results.append((y, given.grad, {n: p.grad for n, p in model.named_parameters()}))
+    assert name in LOOPS or len(calls) == 2
+    (y, dx, dw), (y_once, dx_once, dw_once) = results
+    assert torch.equal(y, y_once)
+    torch.testing.assert_close(dx, dx_once, rtol=2.0**-7, atol=2.0**-7 * dx.abs().max().item())
+    for part, grad in dw.items():
+        assert torch.count_nonzero(dw_once[part][3]) == 0
+        if part.endswith("_bias"):
+            torch.testing.assert_close(dw_once[part], grad, rtol=2.0**-6, atol=2.0**-7 * grad.abs().max().item())
+        elif name == "hadamard":
+            torch.testing.assert_close(dw_once[part], grad)
+        else:
+            assert torch.equal(dw_once[part], grad), part
+
+
+def test_a_frozen_stack_and_a_float_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient that was not asked for; a parameter that is not prepared is multiplied as it is."""
+    at_once(monkeypatch)
+    model, given = made("mixtral", "grouped_mm"), routed(16, "random")
+    quantize_(model, QATConfig(CONFIGS["int4"]))
+    e = model.experts
+    e.gate_up_proj.requires_grad_(False)
+    model(*given).float().sum().backward()
+    assert e.gate_up_proj.grad is None and e.down_proj.grad is not None
+    e.unprepare_stack("down_proj")
+    y = model(*given)
+    assert torch.isfinite(y).all() and torch.count_nonzero(y) > 0

@@ -26,6 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import aoquant
 from aoquant import (
+    Hadamard,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -62,6 +63,7 @@ CONFIGS = {
     "int4": Int4WeightConfig(32),
     "nvfp4": NVFP4WeightConfig(),
     "mxfp4": MXFP4WeightConfig(),
+    "hadamard": MXFP4WeightConfig(transform=Hadamard(32)),
     "int8": Int8WeightConfig(activation="int8-row"),
     "int8-tensor": aoquant.PackedWeightConfig("int8-row", "int8-tensor"),
     "intx": IntxWeightConfig(3, 32),
