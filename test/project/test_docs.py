@@ -11,6 +11,7 @@ import itertools
 import re
 import runpy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -91,10 +92,26 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
 
 
+@cache
+def written_tests() -> frozenset[str]:
+    """Return the names of the test files and of the tests."""
+    paths = [*(ROOT / "test").rglob("*.py")]
+    functions = [name for path in paths for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))]
+    return frozenset([path.name for path in paths] + functions)
+
+
 @pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
 def test_links_to_headings_find_them(page: Path) -> None:
     links = TO_HEADING.findall(page.read_text(encoding="utf-8"))
     assert [(to, name) for to, name in links if name not in anchors(page.parent / to if to else page)] == []
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
+def test_cited_files_and_tests_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = set(re.findall(r"(?<![\w/.-])(?:aoquant|test|benchmarks|eval|docs|csrc|examples|tools)/[\w./-]*\w", text))
+    assert [name for name in sorted(files) if not (ROOT / name).exists() and "COMMIT" not in name] == []
+    assert set(re.findall(r"\btest_\w+(?:\.py)?(?![\w/*])", text)) - written_tests() == set()
 
 
 def test_the_source_names_pages_that_exist() -> None:

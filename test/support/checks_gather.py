@@ -1,6 +1,7 @@
 """FSDP2 that gathers codes: the whole weight's, the bytes that travel, and a training run that does not notice.
 
-A check with a number in its name is that point of docs/hybrid.md's list; test/hybrid/test_hybrid_gather.py runs those.
+test/hybrid/test_hybrid_gather.py runs the checks with a number in their name: that point of the list in
+docs/evidence/backward-formats.md.
 """
 
 from __future__ import annotations

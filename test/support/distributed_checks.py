@@ -4,5 +4,7 @@ from support import checks_backward, checks_data_parallel, checks_gather, checks
 from support.checks_checkpoints import RESUMED, one_process_resumes
 from support.distributed_setup import CHECKS, SLOW, WORLD, run
 
-NUMBERED = [name for name in CHECKS if name.startswith("test_")]  # points of docs/hybrid.md's list
+NUMBERED = [
+    name for name in CHECKS if name.startswith("test_")
+]  # points of the list in docs/evidence/backward-formats.md
 __all__ = ["CHECKS", "NUMBERED", "RESUMED", "SLOW", "WORLD", "one_process_resumes", "run"]
