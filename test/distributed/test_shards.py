@@ -4,8 +4,9 @@ on.
 
 import pytest
 import torch
+from support.bits import same_bytes
 from support.formats import SHARDED_TOO
-from support.linear_cases import BF16, F32, data, dtype_name, same_bytes
+from support.linear_cases import BF16, F32, data, dtype_name
 from torch import Tensor
 
 from aoquant.distributed.extremes import extremes, measure

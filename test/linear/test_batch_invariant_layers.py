@@ -17,7 +17,6 @@ import aoquant
 from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.config import WeightConfig
 from aoquant.linear.prepared import QATLinear
-from aoquant.linear.recipe import LinearRecipe
 from aoquant.recipes import get_recipe, list_recipes
 
 SUMS = 1e-5  # relative to the largest value of a row, for float32 sums of up to 256 products taken in another order
@@ -165,17 +164,6 @@ def test_a_model(name: str, device: torch.device) -> None:
 def test_a_model_with_one_scale_for_the_batch(device: torch.device) -> None:
     found = leaks(llama(NVFP4WeightConfig(activation="nvfp4"), device), device)
     assert min(found["batch"], found["decode"]) > 1e-2, found
-
-
-def test_a_recipe_says_whether_a_token_is_its_own() -> None:
-    weight = aoquant.get_format("int4-g32")
-    said = {
-        name: LinearRecipe(None if name == "none" else aoquant.get_format(name), weight).batch_invariant
-        for name in ("none", "nvfp4", "nvfp4-row", "int8-row")
-    }
-    assert said == {"none": True, "nvfp4": False, "nvfp4-row": True, "int8-row": True}
-    held = LinearRecipe(aoquant.get_format("int8-tensor"), weight, input_scales="static")
-    assert held.batch_invariant
 
 
 def test_a_checkpoint_keeps_the_format_that_it_names() -> None:

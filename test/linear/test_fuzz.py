@@ -20,8 +20,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from support.bits import same_bytes
 from support.golden_inputs import DATA
-from support.linear_cases import BY_NAME, autocast, same_bytes, shaped
+from support.linear_cases import BY_NAME, autocast, shaped
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from support.bits import same_bytes
 from support.gemm import coded, parts, scaled_mm
-from support.linear_cases import BY_NAME, autocast, layer, prepared, same_bytes
+from support.linear_cases import BY_NAME, autocast, layer, prepared
 
 from aoquant import get_format
 from aoquant.formats import get_operand, tiles

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.bits import same_bytes
 from support.linear_cases import (
     AOQUANT_CASES,
     BF16,
@@ -31,7 +32,6 @@ from support.linear_cases import (
     inputs,
     layer,
     prepared,
-    same_bytes,
     torchao_converted,
     with_dtypes,
     with_kinds,

@@ -29,7 +29,6 @@ from aoquant.formats import Random
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 from aoquant.linear.prepared import RANDOM
 from aoquant.linear.recipe import LinearRecipe
-from aoquant.recipes import get_recipe
 
 M, N, K = 50, 80, 96  # neither M nor N is a multiple of a block
 STOCHASTIC = ("mxfp4-sr", "nvfp4-sr", "rht32+mxfp4-sr", "rht128+ms-eden")
@@ -249,25 +248,6 @@ def test_clipped_straight_through_masks_the_quantised_gradient() -> None:
         mask = fmt.saturated(value, fmt.encode(value))
         assert mask.any()
         assert_equal(got[part], want[part].masked_fill(mask, 0), part)
-
-
-@pytest.mark.parametrize("name", ["quartet", "quartet2"])
-def test_recipes_bring_their_training(name: str) -> None:
-    """What `aoquant run` and eval/pretrain.py prepare with; other options may be given beside it."""
-    recipe = get_recipe(name)
-    config = recipe.prepare(seed=3)
-    assert (config.step, config.backward, config.seed) == ("prepare", name, 3)
-    assert config.straight_through == ("clipped" if name == "quartet" else "identity")
-    assert recipe.prepare(straight_through="identity").straight_through == "identity"
-    assert recipe.prepare(backward=None).backward is None
-    model = nn.ModuleDict({"layer": nn.Linear(K, N)})
-    quantize_(model, config)
-    assert getattr(model["layer"], RANDOM).tolist()[::2] == [3, 0]
-    x, g = data()
-    want = model["layer"](x)
-    step(model["layer"], x, g)
-    quantize_(model, QATConfig(recipe.make(), step="convert"))
-    assert_equal(model["layer"](x), want)
 
 
 # Refusals

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import aoquant
 from aoquant import (
     Hadamard,
     MXFP4WeightConfig,
@@ -244,19 +243,6 @@ def test_a_backend_for_each_role(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("gemm=reference, quantize=reference", "triton,gemm=reference,quantize=reference,decode=reference"):
         monkeypatch.setenv("AOQUANT_BACKEND", value)
         assert torch.equal(layer(x), y)
-
-
-@pytest.mark.parametrize(
-    "name", ["te-nvfp4/te-nvfp4", "gridflip-sided/nvfp4", "hadamard16+nvfp4/hadamard16+nvfp4", "xx-mxfp4/"]
-)
-def test_a_recipe_of_two_formats(name: str) -> None:
-    recipe = get_recipe(name)
-    model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(5, 64)
-    quantize_(model, recipe.prepare())
-    y = model(x)
-    quantize_(model, aoquant.QATConfig(recipe.make(), step="convert"))
-    assert torch.equal(model(x), y)
-    assert model[0].weight.format == name.partition("/")[0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["te-nvfp5/nvfp4", "nvfp4/nix", "te-nvfp5", "te-nvfp4", "intx4-g32-asym"])

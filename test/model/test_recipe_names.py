@@ -55,6 +55,9 @@ def test_a_recipe_brings_its_training_options_and_those_given_win() -> None:
     assert QATConfig("mxfp4-quest", straight_through="identity").straight_through == "identity"
     assert QATConfig("quartet", backward="quartet2").backward == "quartet2"
     assert QATConfig("quartet", step="convert").backward is None
+    assert aoquant.get_recipe("quartet2").prepare(seed=3) == QATConfig("quartet2", seed=3)
+    other = aoquant.get_recipe("quartet").prepare(backward=None, straight_through="identity")
+    assert (other.backward, other.straight_through) == (None, "identity")
 
 
 def test_names_as_values_of_fqn_to_config() -> None:

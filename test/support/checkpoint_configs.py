@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-import torch
-from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
-from torchao.prototype.mx_formats.inference_workflow import NVFP4WeightOnlyConfig
-from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
-from torchao.quantization import (
-    Float8DynamicActivationFloat8WeightConfig,
-    Float8WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8DynamicActivationIntxWeightConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    PerGroup,
-    PerRow,
-)
-from torchao.quantization.quantize_.common import KernelPreference
-
-from aoquant import (
-    FP8WeightConfig,
-    GridFlipFP4WeightConfig,
-    Int4WeightConfig,
-    Int8WeightConfig,
-    IntxWeightConfig,
-    MXFP4WeightConfig,
-    MXFP8WeightConfig,
-    NVFP4WeightConfig,
-    PackedWeightConfig,
-)
+from .linear_cases import BY_NAME
 
 OURS = {
-    "nvfp4": NVFP4WeightConfig(),
-    "nvfp4-weight": NVFP4WeightConfig(activation=None),
-    "nvfp4-static": NVFP4WeightConfig(outer="static", pts=0.001),
-    "fouroversix-tiles": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix", tile=16),
-    "gridflip": GridFlipFP4WeightConfig("sided", c=0.2),
-    "int4-g32": Int4WeightConfig(32),
-    "intx3-g32": IntxWeightConfig(3),
-    "int8": Int8WeightConfig(activation="int8-row"),
-    "int8-tensor": Int8WeightConfig("tensor"),
-    "fp8": FP8WeightConfig(),
-    "mxfp4": MXFP4WeightConfig(),
-    "mxfp8": MXFP8WeightConfig(activation=None),
-    "fp8-block": FP8WeightConfig(granularity="block"),
-    "activations alone": PackedWeightConfig("high-precision", "intx8-row-asym", "dequantize"),
+    name: BY_NAME[case].config
+    for name, case in {
+        "nvfp4": "nvfp4-act",
+        "nvfp4-weight": "nvfp4-dynamic",
+        "nvfp4-static": "nvfp4-static-act",
+        "fouroversix-tiles": "fouroversix-tiles",
+        "gridflip": "gridflip-options-act",
+        "int4-g32": "int4-g32",
+        "intx3-g32": "intx3-g32",
+        "int8": "int8-row-act",
+        "int8-tensor": "int8-tensor",
+        "fp8": "fp8-row-act",
+        "mxfp4": "mxfp4-act",
+        "mxfp8": "mxfp8-rceil",
+        "fp8-block": "fp8-block-act",
+        "activations alone": "high-int8-row-asym-act",
+    }.items()
 }
 TORCHAO = {
-    "intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
-    "int8-intx": Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),
-    "int8-weight": Int8WeightOnlyConfig(),
-    "int8-int8": Int8DynamicActivationInt8WeightConfig(),
-    "fp8-weight": Float8WeightOnlyConfig(),
-    "fp8-groups": Float8WeightOnlyConfig(granularity=PerGroup(32)),
-    "stretched": StretchedIntxWeightConfig(PerGroup(32), b=2, quant_min=-1.5, quant_max=1.5),
-    "fp8-fp8": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-    "nvfp4-weight-only": NVFP4WeightOnlyConfig(),
-    "mxfp8-emulated": MXDynamicActivationMXWeightConfig(kernel_preference=KernelPreference.EMULATED),
+    name: BY_NAME[f"ao.{case}"].config
+    for name, case in {
+        "intx": "intx4-g32",
+        "int8-intx": "int8act-intx4-g32",
+        "int8-weight": "int8-row",
+        "int8-int8": "int8act-int8-row",
+        "fp8-weight": "fp8-row",
+        "fp8-groups": "fp8-g32",
+        "stretched": "int8act-stretched2-g32",
+        "fp8-fp8": "fp8act-fp8-row",
+        "nvfp4-weight-only": "nvfp4-weight-dynamic",
+        "mxfp8-emulated": "mxfp8-rceil",
+    }.items()
 }

@@ -441,13 +441,6 @@ def torchao_converted(case: Case, linear: nn.Linear, *, cuda: bool = False) -> n
     return model["linear"]
 
 
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bytes."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
-
-
 def assert_equal(got: Tensor, want: Tensor, what: str = "") -> None:
     """torch.equal with the same dtype; NaN never equals."""
     assert got.dtype == want.dtype, f"{what}: {got.dtype} and {want.dtype}"

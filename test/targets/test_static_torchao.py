@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.linear_cases import BF16, F32, assert_equal, cuda_division, data, same_bytes
+from support.bits import same_bytes
+from support.linear_cases import BF16, F32, assert_equal, cuda_division, data
 from support.specified_kernels import fp4_scaled_mm
 from torch import Tensor, nn
 from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
