@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support import trainers
 from support.models import llama
 from support.moe_models import MODELS, model_of
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import aoquant
 from aoquant import AoquantWarning, Int8WeightConfig, IntxWeightConfig, QATConfig, calibrate, quantize_
@@ -44,12 +45,9 @@ def prepared(config: Any, **options: Any) -> Any:
 
 
 def trainer(model: nn.Module, folder: Path, optimizer: Any = None, **arguments: Any) -> Trainer:
-    defaults: dict[str, Any] = {"save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-6, "weight_decay": 0.5}
-    options = TrainingArguments(
-        str(folder), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, **(defaults | arguments)
-    )
-    data = [{"input_ids": row, "labels": row} for row in IDS]
-    return Trainer(model, options, train_dataset=data, optimizers=(optimizer, None))
+    made = trainers.trainer(model, folder, IDS, 2, **({"learning_rate": 1e-6, "weight_decay": 0.5} | arguments))
+    made.optimizer = optimizer
+    return made
 
 
 @every

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.moe_models import IDS, MODELS, RANKS, model_of
+from support.trainers import trainer
 from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers import (
@@ -23,8 +24,6 @@ from transformers import (
     LongcatFlashForCausalLM,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts, AriaTextForCausalLM
@@ -97,11 +96,7 @@ def test_a_report_tells_the_drift_where_it_is_asked_for() -> None:
 def test_the_trainer_logs_it(tmp_path: Path) -> None:
     model = model_of("mixtral").float()
     quantize_(model, QATConfig(IntxWeightConfig(2, 32), step="prepare"))
-    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
-    )
-    run = Trainer(model, arguments, train_dataset=data)
+    run = trainer(model, tmp_path, IDS, 2)
     QATCallback(batch=BATCH, router_drift=True).attach(run)
     run.train()
     logged = [entry[DRIFT] for entry in run.state.log_history if DRIFT in entry]
