@@ -7,43 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.moe_models import IDS, MODELS, SIZES
+from support.moe_models import IDS, MODELS, model_of
 from support.trainers import trainer
-from transformers import (
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-)
 
 from aoquant import QATConfig, quantize_, save_pretrained, verify
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.integrations.trainer import MIN, OUTPUT, QATCallback
 
-ALL: dict[str, tuple[Any, Any]] = MODELS | {
-    "gemma-4": (
-        Gemma4ForCausalLM,
-        Gemma4TextConfig(
-            **{k: v for k, v in SIZES.items() if k != "num_experts_per_tok"},
-            enable_moe_block=True,
-            num_experts=8,
-            top_k_experts=2,
-            moe_intermediate_size=64,
-            head_dim=16,
-            global_head_dim=16,
-            vocab_size_per_layer_input=64,
-            hidden_size_per_layer_input=16,
-        ),
-    ),
-    "glm4-moe": (
-        Glm4MoeForCausalLM,
-        Glm4MoeConfig(**SIZES, n_routed_experts=8, moe_intermediate_size=64, first_k_dense_replace=1, head_dim=16),
-    ),
-}
+FAMILIES = (*MODELS, "gemma-4", "glm4-moe")
 PROGRAM = """
 import sys, torch, aoquant
 from pathlib import Path
@@ -56,22 +30,12 @@ with torch.no_grad():
 """
 
 
-def made(family: str) -> Any:
-    model_class, config = ALL[family]
-    torch.manual_seed(0)
-    model = model_class._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
-    for name, p in model.named_parameters():
-        if "experts" in name or "router" in name or "gate" in name:
-            p.data.normal_(0, 0.1)
-    return model
-
-
 @pytest.mark.slow
 def test_another_process_loads_what_was_saved(tmp_path: Path) -> None:
     """transformers' own loader gives the prepared model's logits, bit for bit, in each family."""
     wanted = {}
-    for family in ALL:
-        model = made(family)
+    for family in FAMILIES:
+        model = model_of(family).eval()
         quantize_(model, QATConfig("mxfp4-experts", step="prepare"))
         with torch.no_grad():
             wanted[family] = model(input_ids=IDS).logits
@@ -80,15 +44,15 @@ def test_another_process_loads_what_was_saved(tmp_path: Path) -> None:
         assert len(packed) == (2 if family in ("deepseek-v3", "glm4-moe") else 4)  # two of a layer
         save_pretrained(model, tmp_path / family)
     torch.save(IDS, tmp_path / "ids.pt")
-    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), *ALL], check=True, env=dict(os.environ))
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), *FAMILIES], check=True, env=dict(os.environ))
     got = torch.load(tmp_path / "logits.pt")
-    assert all(torch.equal(got[family], wanted[family]) for family in ALL)
+    assert all(torch.equal(got[family], wanted[family]) for family in FAMILIES)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_the_trainer_trains_experts(family: str, tmp_path: Path) -> None:
     """Experts learn, the callback compares them with float ones, and convert changes nothing."""
-    model = made(family).float()
+    model = model_of(family).eval().float()
     quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
     before = [p.detach().clone() for name, p in model.named_parameters() if "experts" in name]
     run = trainer(model, tmp_path, IDS)

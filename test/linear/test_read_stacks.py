@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.expert_cases import Holder, at_once, fake_quantised
+from support.moe_models import model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
-from transformers import JetMoeConfig, JetMoeForCausalLM, Llama4ForCausalLM
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
@@ -258,29 +258,16 @@ def test_dbrx_is_named_with_its_share() -> None:
 
 
 def test_experts_that_the_recipe_for_experts_does_not_find_are_named() -> None:
-    def model() -> Any:
-        return JetMoeForCausalLM(WHOLE["jetmoe"][1])
-
     said = r"mlp\.input_linear\.weight .*mlp\.output_linear\.weight .*: the recipe for experts finds none by this name"
     with pytest.raises(ValueError, match=f"strict: 2 matrix.*{said}"):
-        quantize_(model(), QATConfig("int4-g32-experts"), strict=True)
+        quantize_(model_of("jetmoe"), QATConfig("int4-g32-experts"), strict=True)
     with pytest.warns(UserWarning, match=rf"and \d+\.\d% are matrices without support.*{said}"):
-        quantize_(model(), QATConfig("int4-g32-experts"))
+        quantize_(model_of("jetmoe"), QATConfig("int4-g32-experts"))
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_local_experts": 4}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64}
-WHOLE: dict[str, tuple[Any, Any]] = {
-    "llama-4": (Llama4ForCausalLM, Llama4TextConfig(**SIZES, **HEADS, intermediate_size_mlp=64)),
-    "jetmoe": (JetMoeForCausalLM, JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=16, num_experts_per_tok=2)),
-}
-
-
-@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize("family", ["llama-4", "jetmoe"])
 def test_a_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model_class, config = WHOLE[family]
-    model = model_class._from_config(config, dtype=BF16).eval()
+    model = model_of(family).eval()
     for p in model.parameters():
         p.data.normal_(0, 0.1)
     ids = {"input_ids": torch.arange(16).view(2, 8)}
@@ -300,8 +287,7 @@ def test_a_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
 
 
 def test_a_router_among_experts_is_no_expert() -> None:
-    model_class, config = WHOLE["jetmoe"]
-    model = model_class(config)
+    model = model_of("jetmoe")
     quantize_(model, "int4-g32-experts")
     states = {
         w.names[0].removeprefix("model.layers.0.self_attention."): w.state for w in aoquant.coverage(model).weights

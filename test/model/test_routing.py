@@ -10,26 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.moe_models import IDS, MODELS, RANKS, model_of
+from support.moe_models import IDS, MODELS, model_of
 from support.trainers import trainer
 from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers import (
     DbrxConfig,
-    Gemma4ForCausalLM,
-    JetMoeConfig,
-    JetMoeForCausalLM,
-    Llama4ForCausalLM,
-    LongcatFlashConfig,
-    LongcatFlashForCausalLM,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
-from transformers.models.aria.configuration_aria import AriaTextConfig
-from transformers.models.aria.modeling_aria import AriaExperts, AriaTextForCausalLM
+from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
-from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
-from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
 from aoquant import (
     Int4WeightConfig,
@@ -106,19 +97,9 @@ def test_the_trainer_logs_it(tmp_path: Path) -> None:
         QATCallback(router_drift=True)
 
 
-def gemma() -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 64, "num_experts": 8, "top_k_experts": 2}
-    return Gemma4ForCausalLM(
-        Gemma4TextConfig(
-            **sizes, **more, moe_intermediate_size=64, enable_moe_block=True, hidden_size_per_layer_input=0
-        )
-    )
-
-
 @pytest.mark.parametrize("family", [*MODELS, "gemma-4"])
 def test_frozen_routers_stay_as_they_are(family: str) -> None:
-    model = gemma() if family == "gemma-4" else model_of(family)
+    model = model_of(family)
     quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
     routers = freeze_routers(model)
     assert len(routers) == (1 if family == "deepseek-v3" else 2)
@@ -131,54 +112,20 @@ def test_frozen_routers_stay_as_they_are(family: str) -> None:
     assert trained and all(p.grad is not None for p in trained)
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 4}
-JETMOE = {k: v for k, v in SMALL.items() if k != "num_attention_heads"}
-LONGCAT: dict[str, Any] = {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 1, "n_routed_experts": 4}
-SORTED: dict[str, tuple[Any, Any, str]] = {
-    "llama-4": (
-        Llama4ForCausalLM,
-        Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, intermediate_size_mlp=64, num_local_experts=4),
-        "feed_forward.experts (Llama4TextExperts)",
-    ),
-    "aria": (
-        AriaTextForCausalLM,
-        AriaTextConfig(**SMALL, num_key_value_heads=2, moe_num_experts=4, moe_topk=2, pad_token_id=0),
-        "mlp.experts.fc1 (AriaGroupedExpertsGemm)",
-    ),
-    "jetmoe": (
-        JetMoeForCausalLM,
-        JetMoeConfig(**JETMOE, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
-        "self_attention.experts.input_linear (JetMoeParallelExperts)",
-    ),
+SORTED = {
+    "llama-4": "feed_forward.experts (Llama4TextExperts)",
+    "aria": "mlp.experts.fc1 (AriaGroupedExpertsGemm)",
+    "jetmoe": "self_attention.experts.input_linear (JetMoeParallelExperts)",
 }
 
 ARIA_SORTS = not hasattr(AriaExperts, "_apply_gate")  # until transformers 5.24, where its experts are given the choices
 
 
-def sorted_model(family: str) -> Any:
-    torch.manual_seed(0)
-    model_class, config, _ = SORTED[family]
-    model = model_class._from_config(config, dtype=torch.bfloat16)
-    for p in model.parameters():
-        p.data.normal_(0, 0.02)
-    return model.eval()
-
-
 @pytest.mark.parametrize("family", [f for f in SORTED if f != "aria" or ARIA_SORTS])
 def test_experts_that_are_not_given_the_tokens_choices_are_refused_by_name(family: str) -> None:
-    model = sorted_model(family)
-    with pytest.raises(ValueError, match=re.escape(SORTED[family][2])):
+    model = model_of(family)
+    with pytest.raises(ValueError, match=re.escape(SORTED[family])):
         router_drift(model, model, BATCH)
-
-
-def longcat() -> Any:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "zero_expert_num": 1, "moe_topk": 2}
-    sizes = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 2, **RANKS, **heads}
-    return LongcatFlashForCausalLM(LongcatFlashConfig(**sizes, **LONGCAT))
-
-
-def jetmoe() -> Any:
-    return JetMoeForCausalLM(SORTED["jetmoe"][1])
 
 
 def switch() -> Any:
@@ -200,14 +147,17 @@ class Listed(nn.Module):
 
 DBRX = {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4}
 ROUTERS: dict[str, tuple[Any, set[str]]] = {
-    "aria": (lambda: AriaTextForCausalLM(SORTED["aria"][1]), {"model.layers.0.mlp.router"}),
+    "aria": (lambda: model_of("aria"), {"model.layers.0.mlp.router"}),
     "dbrx": (
         lambda: nn.ModuleDict({"ffn": DbrxFFN(DbrxConfig(ffn_config=DBRX)), "other": nn.Linear(64, 64)}),
         {"ffn.router.layer"},
     ),
-    "gemma-4": (gemma, {f"model.layers.{i}.router.proj" for i in range(2)}),
-    "jetmoe": (jetmoe, {"model.layers.0.mlp.router.layer", "model.layers.0.self_attention.experts.router.layer"}),
-    "longcat-flash": (longcat, {"model.layers.0.mlp.router.classifier"}),
+    "gemma-4": (lambda: model_of("gemma-4"), {f"model.layers.{i}.router.proj" for i in range(2)}),
+    "jetmoe": (
+        lambda: model_of("jetmoe"),
+        {"model.layers.0.mlp.router.layer", "model.layers.0.self_attention.experts.router.layer"},
+    ),
+    "longcat-flash": (lambda: model_of("longcat-flash"), {"model.layers.0.mlp.router.classifier"}),
     "switch": (
         switch,
         {"encoder.block.1.layer.1.mlp.router.classifier", "decoder.block.1.layer.2.mlp.router.classifier"},
@@ -246,7 +196,7 @@ def test_a_gate_of_another_width_and_other_experts_are_no_routers() -> None:
     assert isinstance(model.output_gate, QATLinear) and isinstance(model.shared_expert_gate, QATLinear)
     attention = nn.ModuleDict({"k_proj": nn.Linear(64, 8), "experts": nn.Linear(64, 8)})
     assert routers_of(attention) == {}
-    beside = gemma()  # whose experts lie beside attention, which may have a row for each of them
+    beside = model_of("gemma-4")  # whose experts lie beside attention, which may have a row for each of them
     beside.model.layers[0].self_attn.q_proj = nn.Linear(64, 8, bias=False)
     assert freeze_routers(beside) == [f"model.layers.{i}.router" for i in range(2)]
 
@@ -263,8 +213,7 @@ def test_a_router_that_casts_its_layer_in_every_forward_runs_converted() -> None
 
 
 def test_a_linear_layer_that_its_router_reads_routes_alike() -> None:
-    torch.manual_seed(0)
-    model: Any = longcat().to(torch.bfloat16).eval()
+    model = model_of("longcat-flash").eval()
     for p in model.parameters():
         p.data.normal_(0, 0.05)
     quantize_(model, QATConfig("int4-g32", step="prepare"), strict=True)

@@ -12,13 +12,25 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    Llama4ForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.aria.configuration_aria import AriaTextConfig
+from transformers.models.aria.modeling_aria import AriaTextForCausalLM
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
 IDS = torch.arange(32).view(2, 16)
 SIZES = {
@@ -51,8 +63,50 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
+_ONE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_PER_LAYER = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 32}
+_LONGCAT = {
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 4,
+    "zero_expert_num": 1,
+    "moe_topk": 2,
+}
+# whose routers or stacks are laid out otherwise
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "gemma-4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(
+            **{name: size for name, size in SIZES.items() if name != "num_experts_per_tok"}, **_PER_LAYER,
+            enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=64, head_dim=16, global_head_dim=16,
+        ),
+    ),
+    "glm4-moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(**SIZES, n_routed_experts=8, moe_intermediate_size=64, first_k_dense_replace=1, head_dim=16),
+    ),
+    "llama-4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(**_ONE, **_HEADS, head_dim=16, intermediate_size_mlp=64, num_local_experts=4),
+    ),
+    "jetmoe": (
+        JetMoeForCausalLM,
+        JetMoeConfig(**_ONE, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "aria": (AriaTextForCausalLM, AriaTextConfig(**_ONE, **_HEADS, moe_num_experts=4, moe_topk=2, pad_token_id=0)),
+    "longcat-flash": (
+        LongcatFlashForCausalLM,
+        LongcatFlashConfig(
+            hidden_size=64, vocab_size=64, num_hidden_layers=2, num_layers=1, num_attention_heads=4, num_key_value_heads=4,
+            head_dim=16, **RANKS, **_LONGCAT,
+        ),
+    ),
+}  # fmt: skip
+
+
 def model_of(family: str) -> Any:
-    model_class, config = MODELS[family]
+    model_class, config = (MODELS | OTHERS)[family]
     torch.manual_seed(0)
     own = copy.deepcopy(config)  # a model writes its implementations into its config
     model = model_class._from_config(own, dtype=torch.bfloat16)  # as loaders cast: rotary frequencies stay float32
