@@ -1,7 +1,8 @@
 """Which recipe for which engine, GPU and budget: docs/choosing.md's table, and `aoquant recipes --for "vllm h100"`.
 
-A choice names the engine and the GPU by judgement of their kernels. The last columns are measured.csv's, which
-`eval/experiments` writes: they order the recipes of one small model, and another model's gaps will be others.
+A choice names the engine and the GPU by judgement of their kernels. The last columns are measured: measured.csv's, and
+for experts measured_moe.csv's, which `eval/experiments` writes. They order the recipes of one small model, and another
+model's gaps will be others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from aoquant.tools.markdown import table
 
 MEASURED = Path(__file__).with_name("measured.csv")
+MEASURED_MOE = Path(__file__).with_name("measured_moe.csv")
 ANY = "any"
 HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float", "seeds")
 _DEVICES = {
@@ -102,6 +104,13 @@ CHOICES = (
     Choice("torchao's fp8 kernels, Hopper or Ada", "torchao's checkpoint", "torchao-fp8",
            "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())", ("torchao",), ("hopper", "ada"), True),
     Choice("any", "FP4 in training as well", "quartet2", 'QATConfig(base, backward="quartet2")', OWN, (ANY,)),
+    Choice("Ada, Hopper or Blackwell", "FP8 tensor cores in training as well", "fp8-hybrid", 'QATConfig("fp8-hybrid")', OWN,
+           ("ada", "hopper", "blackwell")),
+    Choice("any", "TransformerEngine's NVFP4 in training", "nvfp4-training", 'QATConfig("nvfp4-training")', OWN, (ANY,)),
+    Choice("any", "experts alone in int4", "int4-g32-experts", 'QATConfig("int4-g32-experts")', OWN, (ANY,), True),
+    Choice("any", "experts alone in MXFP4", "mxfp4-experts", 'QATConfig("mxfp4-experts")', OWN, (ANY,)),
+    Choice("vLLM, Ampere to Blackwell", "experts alone in int4", "vllm-w4a16-g32-experts", 'QATConfig("vllm-w4a16-g32-experts")',
+           ("vllm", "transformers"), _GPUS, True),
     Choice("any", "almost no loss", "mxfp8", "MXFP8WeightConfig()", OWN, (ANY,), True),
     Choice("any", "almost no loss, integer codes", "int8", 'Int8WeightConfig(activation="int8-row")', OWN, (ANY,), True),
     Choice("any", "3 bits a weight", "int3-g32", "IntxWeightConfig(3, 32)", OWN, (ANY,)),
@@ -203,8 +212,8 @@ def rows(
     code: bool = True,
     numbers: Mapping[str, Measured] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Cells under `HEADS`; recipe and config as markdown's code where `code`. numbers: measured.csv's by default."""
-    found = measured() if numbers is None else numbers
+    """Cells under `HEADS`; recipe and config as markdown's code where `code`. numbers: of both files by default."""
+    found = {**measured(MEASURED_MOE), **measured()} if numbers is None else numbers
     mark = "`" if code else ""
     made: list[tuple[str, ...]] = []
     for c in choices:

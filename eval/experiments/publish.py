@@ -2,14 +2,14 @@
 
     benchmarks/results/experiments{.csv,.md,_runs.jsonl}          every row, the same to read, every run
     benchmarks/results/pretrain_llama.json, ..._loss.csv          what pretrain.py logged beside the model, with --model
-    aoquant/tools/measured.csv                                    `aoquant recipes --for`, and docs/choosing.md's table
+    aoquant/tools/measured{,_moe}.csv                             `aoquant recipes --for`, and docs/choosing.md's table
     docs/figures/bits.svg                                         perplexity against bits a weight
     README.md, between two pairs of marks                         headline rows beside torchao's; a note, and the figure
     docs/evidence/experiments.md, between pairs of marks          all rows; both losses; torchao's by cross entropy;
                                                                   tricks; costs; seconds; checks
 
-`--publish earlier` and `--publish moe` write the first two of another model, under its name; the second table of
-docs/evidence/experiments.md is of experts. Numbers of two models are not compared.
+`--publish earlier` and `--publish moe` write the first two of another model, under its name; experts have the second
+table of docs/evidence/experiments.md, and measured_moe.csv. Numbers of two models are not compared.
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -52,20 +52,21 @@ SCORES = ("recipe", "bits", "PTQ", "QAT", "recovered, %", TORCHAO, "recovered, %
 @dataclass(frozen=True)
 class Destination:
     """Where one model's table goes. results, log: names in benchmarks/results; mark: of its place in
-    docs/evidence/experiments.md, "" for none; option: of the model.
+    docs/evidence/experiments.md, "" for none; option: of the model; measured: the file of aoquant/tools, "" for none.
     """
 
     results: str
     log: str
     mark: str
     option: str = "--model"
+    measured: str = ""
 
 
 MAIN = "main"
 DESTINATIONS = {
-    MAIN: Destination("experiments", "pretrain_llama", "all rows"),
+    MAIN: Destination("experiments", "pretrain_llama", "all rows", measured="measured.csv"),
     "earlier": Destination("experiments_earlier", "pretrain_llama_earlier", ""),
-    "moe": Destination("experiments_moe", "pretrain_moe", "experts", "--moe-model"),
+    "moe": Destination("experiments_moe", "pretrain_moe", "experts", "--moe-model", "measured_moe.csv"),
 }
 
 
@@ -90,12 +91,13 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
     source = choosing.source(out / "measured.csv")
     if made.mark:
         pages.between(page, made.mark, f"{all_rows(rows)}\n\n{note_of_all(rows, source, made)}")
+    if made.measured:
+        write_choices(out, made.measured, root)
     if name == MAIN:
         pages.between(page, "costs", costs.page(costs.published(results)))
         pages.between(page, "losses", losses.published(results))
         pages.between(page, "torchao by cross entropy", torchao_by_cross_entropy.published(results))
         pages.between(page, "tricks", tricks_page.published(results))
-        write_choices(out, root)
         pages.between(root / "README.md", "experiments", readme(rows))
         pages.between(root / "README.md", "note on experiments", note(rows, source))
         subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
@@ -122,15 +124,16 @@ def read(results: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_choices(out: Path, root: Path) -> None:
-    """measured.csv, and the table of docs/choosing.md, which is made from it."""
-    file, page = root / "aoquant" / "tools" / "measured.csv", root / "docs" / "choosing.md"
-    shutil.copyfile(out / "measured.csv", file)
+def write_choices(out: Path, name: str, root: Path) -> None:
+    """Write the measurements `name`, and the table of docs/choosing.md from those of both models."""
+    tools, page = root / "aoquant" / "tools", root / "docs" / "choosing.md"
+    shutil.copyfile(out / "measured.csv", tools / name)
     choosing.measured.cache_clear()
+    numbers = {**choosing.measured(tools / "measured_moe.csv"), **choosing.measured(tools / "measured.csv")}
     lines = page.read_text(encoding="utf-8").split("\n")
     first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
     last = lines.index("", first)
-    lines[first:last] = choosing.markdown(choosing.measured(file)).split("\n")
+    lines[first:last] = choosing.markdown(numbers).split("\n")
     page.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -205,7 +205,8 @@ def test_the_pages_are_written_from_a_table_and_a_second_time_change_nothing(
 ) -> None:
     records, table, rows, publish = imported("records", "table", "rows", "publish")
     out, root, every, run = tmp_path / "out", tmp_path / "root", rows.load_all(), records.Run
-    pages = ("README.md", "docs/choosing.md", "docs/evidence/experiments.md", "aoquant/tools/measured.csv")
+    measured = ("aoquant/tools/measured.csv", "aoquant/tools/measured_moe.csv")
+    pages = ("README.md", "docs/choosing.md", "docs/evidence/experiments.md", *measured)
     figures = (f"benchmarks/results/{name}.csv" for name in ("recover_h200", "gradients", "pretrain_mixes_h200"))
     for name in (*pages, "docs/figures/draw.py", *figures):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,9 @@ def recipes(asked: str) -> list[str]:
 
 
 def test_words_choose() -> None:
-    assert recipes("vllm h100") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-int8", "vllm-nvfp4-weight"]
-    assert recipes("B200, vLLM") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4"]
+    experts = "vllm-w4a16-g32-experts"
+    assert recipes("vllm h100") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-int8", "vllm-nvfp4-weight", experts]
+    assert recipes("B200, vLLM") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4", experts]
     assert recipes("ollama") == ["gguf-q4_0", "gguf-q8_0"]
     assert "nvfp4" not in recipes("pytorch h100") and "nvfp4" in recipes("pytorch b200")
     assert recipes("vLLM on an H100") == recipes("vllm and h100") == recipes("vllm h100")
@@ -87,7 +88,8 @@ def test_what_is_said_of_a_pair_is_found(engine: str, device: str) -> None:
 
 
 def test_every_choice_and_every_measurement_is_a_recipe() -> None:
-    for name in [*(choice.recipe for choice in choosing.CHOICES), *choosing.measured()]:
+    measured = {*choosing.measured(), *choosing.measured(choosing.MEASURED_MOE)}
+    for name in [*(choice.recipe for choice in choosing.CHOICES), *measured]:
         assert get_recipe(name).name == name
 
 
@@ -109,11 +111,15 @@ def test_the_page_has_the_table() -> None:
     assert choosing.markdown() in (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
 
 
-def test_the_numbers_are_those_of_the_committed_table() -> None:
-    with (ROOT / "benchmarks" / "results" / "experiments.csv").open(encoding="utf-8", newline="") as file:
-        rows = {r["recipe"]: r for r in csv.DictReader(file) if r["published"] == "True" and r["plain"] == "True"}
-    assert {*choosing.measured()} == {*rows}
-    for recipe, m in choosing.measured().items():
+@pytest.mark.parametrize("name", ["experiments", "experiments_moe"])
+def test_the_numbers_are_those_of_the_committed_table(name: str) -> None:
+    moe = name == "experiments_moe"
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        shown = [r for r in csv.DictReader(file) if r["published"] == "True"]
+    rows = {r["recipe"]: r for r in shown if (r["kind"] == "aoquant" if moe else r["plain"] == "True")}
+    measured = choosing.measured(choosing.MEASURED_MOE) if moe else choosing.measured()
+    assert {*measured} == {*rows}
+    for recipe, m in measured.items():
         found = tuple(float(rows[recipe][name]) for name in ("float", "PTQ", "QAT", "seeds"))
         assert (m.float_model, m.ptq, m.qat, m.seeds) == pytest.approx(found, abs=6e-4), recipe
 
@@ -122,4 +128,6 @@ def test_the_command_prints_measurements_with_their_source(capsys: pytest.Captur
     cli.main(["recipes", "--for", "transformers h100"])
     printed, m = capsys.readouterr().out, choosing.measured()["int4-g32"]
     assert "| int4-g32" in printed and choosing.source() in " ".join(printed.split())
-    assert f"{m.qat / m.float_model:.3f}" in printed
+    assert f"{m.qat / m.float_model:.3f}" in printed and choosing.source(choosing.MEASURED_MOE) in " ".join(
+        printed.split()
+    )
