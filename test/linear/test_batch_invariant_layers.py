@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import models
 from torch import Tensor, nn
 from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerRow, PerTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import aoquant
 from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
@@ -119,11 +120,8 @@ def test_what_makes_no_promise_shows_why(name: str, device: torch.device) -> Non
 
 def llama(config: Any, device: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, attn_implementation="eager",
-    )  # fmt: skip
-    model = LlamaForCausalLM(shape).to(device).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "attention_bias": False}
+    model = models.llama(dtype=torch.float32, attn_implementation="eager", **sizes).to(device)
     quantize_(model, config)
     return model
 

@@ -103,28 +103,3 @@ def test_a_compiled_hybrid_step_has_few_ops(name: str, monkeypatch: pytest.Monke
     assert forward == Counter(("encode", "matmul"))
     more = Counter(mm=1) if name.endswith("-hp") else Counter() if state is None else STEP
     assert backward == Counter(gradients=1) + more
-
-
-@pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])
-def test_few_guards_stand_before_a_layer(name: str) -> None:
-    """A compiled step begins by looking again at whatever the compiler read while it traced; what makes the ops is not
-    traced, but taken whole.
-    """
-    case = BY_NAME[name]
-    read: list[str] = []
-
-    def all_of(guards: Any) -> list[bool]:
-        read.extend(guard.name for guard in guards)
-        return [True] * len(guards)
-
-    run = torch.compile(
-        prepared(case, layer(case, BF16)), fullgraph=True, backend="eager", options={"guard_filter_fn": all_of}
-    )
-    run(data("normal", 6, case.k, BF16))
-    assert any("prepared.recipe" in name for name in read)
-    assert any("_applied" in name for name in read)
-    assert not [
-        name
-        for name in read
-        if "QuantizedLinear" in name or "_encoded" in name or "multiply" in name or "scaled_mm" in name
-    ]

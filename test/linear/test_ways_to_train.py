@@ -5,7 +5,6 @@ nn.Linear's training can, and every bit stays.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -70,12 +69,6 @@ def test_how_a_model_is_called_changes_nothing(kind: str, how: str) -> None:
 State = dict[str, Any]
 
 
-def through_file(state: State, folder: Path) -> State:
-    torch.save(state, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
-
-
 def resumed(kind: str, state: State, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Load into fresh objects, of which nothing may survive."""
     model = model or student(KINDS[kind], seed=9, calibrated=False)
@@ -103,7 +96,6 @@ def on_meta(kind: str, state: State, folder: Path) -> tuple[nn.Module, torch.opt
 
 
 CARRIED: dict[str, Callable[[str, State, Path], tuple[nn.Module, torch.optim.Optimizer]]] = {
-    "a file": lambda kind, state, folder: resumed(kind, through_file(state, folder)),
     "a distributed checkpoint": distributed_checkpoint,
     "the meta device": on_meta,
 }

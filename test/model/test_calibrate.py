@@ -160,16 +160,14 @@ def test_unusable_ranges_are_named(x: Tensor) -> None:
     assert torch.equal(model[0].input_scale, before)
 
 
-def int8() -> nn.Module:
-    model = Model()
-    quantize_(model, QATConfig(INT8))
-    return model
-
-
 def dynamic() -> nn.Module:
     model = Model()
-    quantize_(model, QATConfig(Int8WeightConfig()))
+    quantize_(model, QATConfig("int8-weight"))
     return model
+
+
+def int8() -> Model:
+    return prepared("int8", calibrated=False)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

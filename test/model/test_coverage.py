@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.expert_cases import Holder
 from support.models import TiedLM
 from torch import nn
 from torchao.quantization import FqnToConfig
@@ -47,14 +48,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.experts(self.up(x)))
-
-
-class Holder(nn.Module):
-    """A module around experts, so that they have a name."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
 
 
 def states(model: nn.Module) -> dict[str, str]:

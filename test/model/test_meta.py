@@ -67,26 +67,6 @@ def test_preparing_before_loading_equals_preparing_after(config: Any, load: str,
     assert torch.equal(model(X), outputs[1])
 
 
-@pytest.mark.parametrize("way", ["quantise", "prepare, convert"])
-@pytest.mark.parametrize(
-    ("name", "emptied"), [*((n, False) for n in OURS | TORCHAO), *((n, True) for n in OURS)], ids=str
-)
-def test_a_skeleton_takes_packed_codes(name: str, way: str, emptied: bool) -> None:
-    """Assigned, or in place once it is emptied."""
-    real, config = net(), (OURS | TORCHAO)[name]
-    quantize_(real, config)
-    skeleton = on_meta()
-    for step in [config] if way == "quantise" else [QATConfig(config), QATConfig(step="convert")]:
-        quantize_(skeleton, step)
-    for ours, theirs in zip(skeleton.parameters(), real.parameters(), strict=True):
-        assert (type(ours), ours.shape, ours.dtype) == (type(theirs), theirs.shape, theirs.dtype)
-        assert ours.is_meta
-    if emptied:
-        skeleton.to_empty(device="cpu")
-    skeleton.load_state_dict(real.state_dict(), assign=not emptied)
-    assert torch.equal(skeleton(X), real(X))
-
-
 def holding_nan() -> nn.Sequential:
     state = net().state_dict()
     state["2.weight"][3, 4] = torch.nan

@@ -85,14 +85,26 @@ def test_into_a_fresh_skeleton(config: Any, device: str) -> None:
     assert_equal(skeleton, model)
 
 
+@pytest.mark.parametrize("way", ["quantise", "prepare, convert"])
+@pytest.mark.parametrize("how", ["in place", "assigned", "emptied"])
 @ALL
-def test_into_a_quantised_skeleton(config: Any) -> None:
-    model, skeleton = converted(config), Model()
-    quantize_(skeleton, config)
+def test_into_a_quantised_skeleton(config: Any, how: str, way: str) -> None:
+    """Of other weights, or of none: on the meta device codes are assigned, or copied in place once it is emptied."""
+    model = converted(config)
+    with torch.device("cpu" if how == "in place" else "meta"):
+        skeleton = converted(config) if way == "prepare, convert" else Model()
+    if way == "quantise":
+        quantize_(skeleton, config)
     held = skeleton.up.weight
-    assert parts(held) != parts(model.up.weight)
-    skeleton.load_state_dict(saved(model))
-    assert skeleton.up.weight is held
+    assert (type(held), held.shape, held.dtype) == (type(model.up.weight), (128, 128), torch.bfloat16)
+    assert held.is_meta if how != "in place" else parts(held) != parts(model.up.weight)
+    if how == "emptied":
+        if not isinstance(held, PackedTensor):
+            pytest.skip("torchao's tensors are not all emptied")
+        skeleton.to_empty(device="cpu")
+    held = skeleton.up.weight
+    skeleton.load_state_dict(saved(model), assign=how == "assigned")
+    assert how == "assigned" or skeleton.up.weight is held
     assert_equal(skeleton, model)
 
 
