@@ -66,8 +66,8 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
     if change.step == "prepare":
         if not change.module.weight.requires_grad:
             warnings.warn(
-                "a layer with a frozen weight was prepared and will not train: right for adapters; HF's TorchAoConfig(QATConfig) "
-                "freezes every weight, so load the model first and call aoquant.quantize_(model, QATConfig(...)) on it",
+                "a layer with a frozen weight was prepared and will not train: right for adapters; to train it, call "
+                "weight.requires_grad_() before",
                 AoquantWarning,
                 stacklevel=2,
             )

@@ -1,8 +1,12 @@
-"""transformers' quantizer for torchao's tensors, with what saving and loading them safely needs.
+"""transformers' quantizers of torchao's tensors and of FP-Quant, with what saving and loading them safely needs.
 
 transformers keeps a quantizer for each quantisation method; importing aoquant puts this subclass of its torchao
 quantizer in that place (see `_register.py`). A method "aoquant" of our own would be worse: without `import aoquant`
 transformers skips a method that it does not know, with a log line, and goes on with random weights.
+
+A config that trains, `TorchAoConfig(QATConfig(...))`, is no quantisation of a checkpoint: the float weights are loaded,
+and `aoquant.quantize_` prepares the model as a whole. From then on it is the model that `quantize_` gives: it trains,
+and what it saves is a float checkpoint. FP-Quant's config does the same wherever its own package does not run.
 """
 
 from __future__ import annotations
@@ -17,24 +21,34 @@ from torch import nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
+from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from transformers.integrations.torchao import TorchAoDeserialize
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_fp_quant import FPQuantHfQuantizer
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
-from aoquant.config import WeightConfig
+from aoquant.config import QATConfig, WeightConfig
 from aoquant.experts.families import is_transposed, stacked_names
 from aoquant.files import checksums
 from aoquant.files.stored_names import wide_dtype
+from aoquant.hybrid import HybridConfig
+from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.linear.packed import adopt
+from aoquant.quantize import quantize_
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
 _PACKED = ("PackedTensor", "PackedExperts")
 
 
 def install(auto: ModuleType) -> None:
-    """Make this the quantizer of method "torchao" in `transformers.quantizers.auto`."""
+    """Make these the quantizers of methods "torchao" and "fp_quant" in `transformers.quantizers.auto`."""
     assert auto.AUTO_QUANTIZER_MAPPING["torchao"] is TorchAoHfQuantizer
     auto.AUTO_QUANTIZER_MAPPING["torchao"] = Quantizer
+    assert auto.AUTO_QUANTIZER_MAPPING["fp_quant"] is FPQuantHfQuantizer
+    auto.AUTO_QUANTIZER_MAPPING["fp_quant"] = FPQuantizer
 
 
 class Quantizer(TorchAoHfQuantizer):
@@ -50,6 +64,12 @@ class Quantizer(TorchAoHfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters train beside codes of any width; transformers would refuse all but 8 bits."""
         return needs_aoquant(self.quantization_config) or bool(super().is_trainable)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Return whether a weight is packed as it is loaded: none, where the whole model is prepared afterwards."""
+        return not trains(self.quantization_config) and bool(
+            super().param_needs_quantization(model, param_name, **kwargs)
+        )
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         super().validate_environment(*args, **kwargs)
@@ -97,6 +117,8 @@ class Quantizer(TorchAoHfQuantizer):
         _check_classes(model, getattr(self, "metadata", {}))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if trains(self.quantization_config):
+            return self._prepared(model)
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.pre_quantized:
             forget_rebuilding(model)
@@ -105,6 +127,68 @@ class Quantizer(TorchAoHfQuantizer):
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model
+
+    def _prepared(self, model: Any) -> Any:
+        """Return the float model, prepared, and no longer one that transformers takes for quantised."""
+        _release(self, model)
+        config = self.quantization_config.quant_type
+        kinds = (nn.Linear, nn.Embedding) if self.quantization_config.include_input_output_embeddings else (nn.Linear,)
+
+        def chosen(module: nn.Module, fqn: str) -> bool:
+            return isinstance(module, kinds) and should_convert_module(fqn, self.modules_to_not_convert)
+
+        quantize_(model, config, None if isinstance(config, FqnToConfig) else chosen)
+        return model
+
+
+class FPQuantizer(FPQuantHfQuantizer):
+    """transformers' FP-Quant quantizer, which needs a GPU and the package fp_quant; where it emulates, or that package
+    is missing, aoquant's layers compute the same numbers on any device.
+    """
+
+    @property
+    def _is_ours(self) -> bool:
+        emulated = self.quantization_config.pseudoquantization or not is_fp_quant_available()
+        return emulated and not self.pre_quantized
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_ours:
+            super().validate_environment(*args, **kwargs)
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._is_ours else super().update_dtype(dtype)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return not self._is_ours and bool(super().param_needs_quantization(model, param_name, **kwargs))
+
+    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_ours:
+            super()._process_model_before_weight_loading(model, *args, **kwargs)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self._is_ours:
+            return super()._process_model_after_weight_loading(model, **kwargs)
+        _release(self, model)
+        quantize_(model, *from_fp_quant(self.quantization_config))
+        return model
+
+
+def trains(config: Any) -> bool:
+    """Return whether a TorchAoConfig prepares for training, and packs nothing."""
+    base = config.quant_type
+    every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
+    return any(
+        isinstance(c, HybridConfig) or (isinstance(c, QATConfig | TorchaoQATConfig) and c.step == "prepare")
+        for c in every
+    )
+
+
+def _release(quantizer: HfQuantizer, model: Any) -> None:
+    """Make a model that `quantizer` loaded an ordinary one for transformers."""
+    quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            vars(config).pop("_is_quantized", None)
 
 
 def _check_classes(model: nn.Module, metadata: dict[str, str]) -> None:

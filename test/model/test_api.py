@@ -165,9 +165,6 @@ def test_torchaos_quantize_gives_the_same_numbers(base: Any) -> None:
 
 
 def test_a_frozen_layer_prepared_one_by_one_warns() -> None:
-    """HF's TorchAoConfig(QATConfig(step="prepare")) freezes each weight and then calls torchao's quantize_ on the
-    layer.
-    """
     layer = nn.Linear(64, 32).requires_grad_(False)
     with pytest.warns(UserWarning, match="frozen"):
         torchao.quantization.quantize_(layer, QATConfig(Int4WeightConfig(32), step="prepare"))
