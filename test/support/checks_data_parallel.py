@@ -429,3 +429,19 @@ def two_dimensions(c: Ranks, data: int, tensor: int) -> None:
     y.float().square().mean().backward()
     assert all(p.grad is not None for p in two.parameters())
     converts(c, one, two, x, y)
+
+
+@check((1, 2), (2, 1))
+def hsdp_converted_equals_prepared(c: Ranks, replicas: int, shards: int) -> None:
+    """Parameters are sharded over one dimension of the mesh and copied over the other."""
+    mesh = init_device_mesh(c.device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    one, two = two_of(prepare(mlp(c, BF16), CONFIGS["fp8-tensor"]))
+    fully_shard(two, mesh=mesh)
+    x = batch(c, BF16)
+    y = two(x)
+    equal(y, one(x), "forward")
+    y.float().square().mean().backward()
+    assert all(p.grad is not None for p in two.parameters())
+    converts(c, one, two, x, y)
+    local = two.up.weight.to_local()
+    assert isinstance(local, PackedTensor) and local.shape == (HIDDEN // shards, K)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -307,14 +308,28 @@ def prepare_after_parallelize_equals_before(c: Ranks) -> None:
 
 @check("nvfp4", "nvfp4-h16", "int4-g32", slow=tuple(n for n in CONFIGS if n not in ("nvfp4", "nvfp4-h16", "int4-g32")))
 def tensor_parallel_converted_equals_prepared(c: Ranks, name: str) -> None:
+    converts_in_place(c, name, tensor_parallel)
+
+
+@check("nvfp4", "fp8-tensor", slow=tuple(n for n in CONFIGS if n not in ("nvfp4", "fp8-tensor")))
+def sequence_parallel_converted_equals_prepared(c: Ranks, name: str) -> None:
+    y = converts_in_place(c, name, sequence_parallel)
+    assert y.placements == (Shard(1),), "each rank has its tokens"
+
+
+def converts_in_place(c: Ranks, name: str, parallel: Callable[[Ranks, nn.Module], nn.Module]) -> Tensor:
+    """Return what the converted layers compute: what the prepared ones do, each rank from its own shards."""
     one, two = two_of(prepare(mlp(c, BF16), CONFIGS[name]))
-    tensor_parallel(c, two)
+    parallel(c, two)
     x = batch(c, BF16)
     with torch.no_grad():
         want = two(x)
     converts(c, one, two, x, want)
-    local = two.down.weight.to_local()
-    assert isinstance(local, PackedTensor) and local.shape == (N, HIDDEN // WORLD), "each rank holds its shard"
+    for layer, shape in ((two.up, (HIDDEN // WORLD, K)), (two.down, (N, HIDDEN // WORLD))):
+        local = layer.weight.to_local()
+        assert isinstance(local, PackedTensor) and local.shape == shape, "each rank holds its shard"
+    with torch.no_grad():
+        return two(x)
 
 
 @check()
