@@ -298,53 +298,40 @@ def history(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: An
     """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time; qat: options of
     QATConfig.
     """
-    model, xs = Model([d.linear() for d in drawn]), [d.input() for d in drawn]
-    with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
-        run(model, xs, drawn, before, after, cast_to, qat)
-
-
-def run(
-    model: Model,
-    xs: list[Tensor],
-    drawn: list[Layer],
-    before: list[Any],
-    after: list[Any],
-    cast_to: Any,
-    qat: dict[str, str],
-) -> None:
-    config = config_of(drawn)
+    model, xs, config = Model([d.linear() for d in drawn]), [d.input() for d in drawn], config_of(drawn)
     finite = all(bool(linear.weight.isfinite().all()) for linear in model.layers)
-    try:
-        quantize_(model, QATConfig(config, **qat))
-    except ValueError:
-        refused(lambda: quantize_(model, QATConfig(config, **qat)), model)
-        return
-    assert finite, "a weight that is not finite was prepared"
-    try:
-        model.run(xs)
-    except ValueError:  # a kernel that takes no such activations
-        with pytest.raises(ValueError, match=r"layers\."):
+    with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
+        try:
+            quantize_(model, QATConfig(config, **qat))
+        except ValueError:
+            refused(lambda: quantize_(model, QATConfig(config, **qat)), model)
+            return
+        assert finite, "a weight that is not finite was prepared"
+        try:
             model.run(xs)
-        return
-    for step in before:
-        model = step(model, xs, config)
-    assert all(isinstance(m, QATLinear) for m in model.layers)
-    if not all(
-        bool(p.isfinite().all()) for p in model.parameters()
-    ):  # weights or learned scales, trained beyond float16
-        refused(lambda: quantize_(model, QATConfig(step="convert")), model)
-        return
-    ys, weights = encodings(model, xs)
-    for m, x, y, d in zip(model.layers, xs, ys, drawn, strict=True):
-        assert y.shape == (*x.shape[:-1], d.n) and y.dtype == (cast_to or x.dtype)
-        assert y.isfinite().all() or not in_range(m, x.to(y.dtype)), d
-    quantize_(model, QATConfig(config, step="convert"))
-    for m, weight in zip(model.layers, weights, strict=True):
-        check_stored(m.weight.data, weight)
-    check_outputs(model, drawn, xs, ys, cast_to)
-    for step in after:
-        model = step(model, xs, config)
+        except ValueError:  # a kernel that takes no such activations
+            with pytest.raises(ValueError, match=r"layers\."):
+                model.run(xs)
+            return
+        for step in before:
+            model = step(model, xs, config)
+        assert all(isinstance(m, QATLinear) for m in model.layers)
+        if not all(
+            bool(p.isfinite().all()) for p in model.parameters()
+        ):  # weights or learned scales, trained beyond float16
+            refused(lambda: quantize_(model, QATConfig(step="convert")), model)
+            return
+        ys, weights = encodings(model, xs)
+        for m, x, y, d in zip(model.layers, xs, ys, drawn, strict=True):
+            assert y.shape == (*x.shape[:-1], d.n) and y.dtype == (cast_to or x.dtype)
+            assert y.isfinite().all() or not in_range(m, x.to(y.dtype)), d
+        quantize_(model, QATConfig(config, step="convert"))
+        for m, weight in zip(model.layers, weights, strict=True):
+            check_stored(m.weight.data, weight)
         check_outputs(model, drawn, xs, ys, cast_to)
+        for step in after:
+            model = step(model, xs, config)
+            check_outputs(model, drawn, xs, ys, cast_to)
 
 
 examples = {

@@ -95,6 +95,7 @@ def attempt(
     return code.view(np.uint8) & 15, values, error
 
 
+@np.errstate(all="ignore")
 def encode(
     x: np.ndarray,
     effort: str = "none",
@@ -105,14 +106,8 @@ def encode(
     tile: int = 1,
     amax: float | None = None,
 ) -> Stored:
-    with np.errstate(all="ignore"):
-        return _encode(x.astype(F32), effort, F32(c), metric, alternating, tile, amax)
-
-
-def _encode(
-    x: np.ndarray, effort: str, c: np.float32, metric: str, alternating: bool, tile: int, held: float | None
-) -> Stored:
-    t, amax, power = outer(x if held is None else np.array([held], F32))
+    x = x.astype(F32)
+    t, reach, power = outer(x if amax is None else np.array([amax], F32))
     rows, groups = -(-x.shape[0] // tile), x.shape[1] // 16
     scales, codes = np.zeros((rows, groups), np.uint8), np.zeros(x.shape, np.uint8)
     for r in range(rows):
@@ -123,10 +118,10 @@ def _encode(
                 scales[r, g] = 0x7F
                 continue
             block = (raw.astype(np.float64) * power).astype(F32)
-            shift = F32(-c) if alternating and g % 2 else c
+            shift = F32(-c if alternating and g % 2 else c)
             best = None
-            for s, flipped in candidates(block, amax, effort, shift):
-                code, values, error = attempt(block, amax, s, flipped, shift, metric)
+            for s, flipped in candidates(block, reach, effort, shift):
+                code, values, error = attempt(block, reach, s, flipped, shift, metric)
                 overflows = best is not None and not np.isfinite(F32(np.abs(values).max() * t))
                 if best is None or (error < best[0] and not overflows):
                     best = error, s, flipped, code
