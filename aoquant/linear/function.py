@@ -296,13 +296,7 @@ def multiply(
 ) -> tuple[Tensor, Saved]:
     """(y, the tensors that the gradients in `needs` read); without autograd."""
     recipe = RECIPES[given.recipe]
-    x_as, w_as, contract, dgrad, wgrad = (
-        recipe.fprop_input,
-        recipe.fprop_weight,
-        recipe.contract,
-        recipe.dgrad,
-        recipe.wgrad,
-    )
+    x_as, w_as, dgrad, wgrad = recipe.fprop_input, recipe.fprop_weight, recipe.dgrad, recipe.wgrad
     x_held, w_held, fixed = given.x_held, given.w_held, given.fixed
     x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     x_rows = None if x_held is None or x_as is None else x_as.format.rowwise(x_held, x_MK.shape[0])
@@ -328,19 +322,17 @@ def multiply(
                 rows.leave(x_q, layer, wgrad.keeps in ("rows", "square"))
 
     # 2. The product. W is encoded on the way, and its codes come back where backward reads them.
-    keeps_codes = dgrad.keeps != "values" or (
-        fixed is not None and dgrad.forward is not None and not recipe.weight_clips
-    )
-    keeps_w = needs_dx and w is not None and keeps_codes
+    made_anyhow = fixed is not None and dgrad.forward is not None and not recipe.weight_clips
+    keeps_w = needs_dx and w is not None and (dgrad.keeps != "values" or made_anyhow)
     w_q: Any = given.packed if w is None else w
     if isinstance(w, GatheredWeight):
         w_q = w.rows
     elif w is not None and fixed is not None:
         w_q = fixed.rows(functools.partial(ops.codes, w, w_as, w_held))
     lead, strides = list(x.shape[:-1]), None
-    if x_as is not None and contract == "dequantize" and not x.is_contiguous():
+    if x_as is not None and recipe.contract == "dequantize" and not x.is_contiguous():
         strides = list(torch.empty_like(x, device="meta").stride())  # of an elementwise operation's result
-    how = x_as, w_as, contract, lead, x.dtype, values, strides
+    how = x_as, w_as, recipe.contract, lead, x.dtype, values, strides
     y, made_w, measured = ops.matmul(x_q, w_q, bias, *how, keeps_w, w_held)
     if not any(needs):
         return y, Saved()
@@ -360,13 +352,13 @@ def multiply(
     holds_x = needs.x_scale or (needs_dw and wgrad.keeps == "values" and wgrad.forward is not None)
     clips = recipe.input_clips and needs.x and not needs.x_scale
     return y, Saved(
-        kept_x,
-        kept_w if reads_w else None,
-        x_held if x_held is None or holds_x else _transform_of(x_held) if needs.x else None,
-        w_held if w_held is None or reads_w else _transform_of(w_held) if needs.w else None,
-        measured if needs_dx and x.device.type in ONE_PASS else None,
-        ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
-        torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
+        x=kept_x,
+        w=kept_w if reads_w else None,
+        x_held=x_held if x_held is None or holds_x else _transform_of(x_held) if needs.x else None,
+        w_held=w_held if w_held is None or reads_w else _transform_of(w_held) if needs.w else None,
+        measured=measured if needs_dx and x.device.type in ONE_PASS else None,
+        clipped=ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
+        amax=torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
     )
 
 
