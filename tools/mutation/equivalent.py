@@ -58,16 +58,10 @@ EQUIVALENT = [
         "A name with a plus is no plain format's, nor is a transform's name alone: both raise the same error of `_plain`.",
     ),
     Equivalent(
-        "formats/dialects.py",
-        "if self.tile == 1 or not v_RG.numel():",
-        "if self.tile == 2 or not v_RG.numel():",
+        "formats/base.py",
+        "if self.tile_rows == 1:",
+        "if self.tile_rows == 2:",
         "There are tiles of 1 and of 16 rows, and the largest of one row is that row.",
-    ),
-    Equivalent(
-        "formats/dialects.py",
-        "return v_RG[: -(-v_RG.shape[0] // self.tile)]",
-        "return v_RG[: -(-v_RG.shape[0] * self.tile)]",
-        "It is reached by tiles of one row, and by matrices without values, whose columns no format takes.",
     ),
     Equivalent(
         "formats/elements.py",
