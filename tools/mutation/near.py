@@ -205,7 +205,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
     ),
     "linear/recipe.py": (
-        "linear/test_batch_invariant_layers.py::test_a_recipe_says_whether_a_token_is_its_own",
+        "linear/test_batch_invariant_layers.py::test_a_layer",
         "linear/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
     ),
