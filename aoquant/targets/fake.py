@@ -16,7 +16,19 @@ from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConf
 from torchao.quantization.quant_primitives import ZeroPointDomain
 
 from aoquant.config import activated
-from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_format, get_operand
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Affine,
+    Float8Mslk,
+    Format,
+    HighPrecision,
+    Int4,
+    Int4Float8Row,
+    Operand,
+    get_format,
+    get_operand,
+)
 from aoquant.linear.recipe import LinearRecipe
 
 from .target import Fields, Target, group, packed_target, require
@@ -30,6 +42,8 @@ def target(weight_config: Any, activation_config: Any) -> Target:
     Raises:
         ValueError: one of them has no exact format here.
     """
+    if isinstance(weight_config, Int4WeightFakeQuantizeConfig) and weight_config.activation_dtype != torch.bfloat16:
+        return packed_target(_int4_float8(Fields(weight_config), activation_config))
     weight, contract, scales = (
         _side(weight_config, activation=False) if weight_config is not None else (None, "", "dynamic")
     )
@@ -82,6 +96,23 @@ def _format(config: Any, fields: Fields, *, activation: bool) -> tuple[Format | 
     raise ValueError(
         f"weight_config and activation_config take a format, its name, or torchao's fake-quantisation configs, got {kind}"
     )
+
+
+def _int4_float8(weight: Fields, activation: Any) -> LinearRecipe:
+    """The pair that torchao infers from `Float8DynamicActivationInt4WeightConfig`: int4 of fp8 rows, as the preshuffled
+    layout has them, and fp8 activations by MSLK's formula. Both belong to one kernel.
+    """
+    dtype = require("Int4WeightFakeQuantizeConfig.activation_dtype", weight.activation_dtype, torch.float8_e4m3fn)
+    if not isinstance(activation, Float8FakeQuantizeConfig):
+        raise ValueError(
+            f"Int4WeightFakeQuantizeConfig.activation_dtype {dtype} goes with activation_config=Float8FakeQuantizeConfig(), got {activation}; "
+            "for bfloat16 activations give activation_dtype=torch.bfloat16"
+        )
+    rows, _, _ = _side(activation, activation=True)
+    require("Float8FakeQuantizeConfig beside Int4WeightFakeQuantizeConfig", rows.name, "fp8-row-native")
+    format = Int4Float8Row(group(weight.group_size))
+    weight.check()
+    return LinearRecipe(Float8Mslk(), format, "fp8_bias_after")
 
 
 def _known(format: Format | Operand) -> Format | Operand:

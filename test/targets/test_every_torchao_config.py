@@ -7,13 +7,17 @@ first.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchao
+import torchao.prototype.qat
+import torchao.quantization.qat
 from support.linear_cases import BY_NAME
 from support.torchao_oracle import HANDLED
 from torch import nn
@@ -21,9 +25,10 @@ from torchao.core.config import AOBaseConfig
 from torchao.float8.inference import Float8MMConfig
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
-from torchao.prototype.qat import MXFakeQuantizeConfig
+from torchao.prototype.qat import MXFakeQuantizeConfig, NVFP4FakeQuantizeConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
+    Float8DynamicActivationInt4WeightConfig,
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
@@ -33,8 +38,13 @@ from torchao.quantization import (
     PerGroup,
     PerRow,
 )
-from torchao.quantization.qat import IntxFakeQuantizeConfig
-from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig
+from torchao.quantization.qat import FakeQuantizeConfig, IntxFakeQuantizeConfig
+from torchao.quantization.qat.fake_quantize_config import (
+    FakeQuantizeConfigBase,
+    Float8FakeQuantizeConfig,
+    Int4WeightFakeQuantizeConfig,
+    _infer_fake_quantize_configs,
+)
 from torchao.quantization.quant_primitives import MappingType, ZeroPointDomain
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import Float8PackingFormat, IntxPackingFormat
@@ -150,6 +160,15 @@ FAKE: dict[str, dict[str, Any]] = {
     "granularity": {"activation_config": IntxFakeQuantizeConfig(torch.int8, group_size=32)},
     "weight_config": {"activation_config": Int4WeightFakeQuantizeConfig()},
     "block_size": {"weight_config": MXFakeQuantizeConfig(block_size=64)},
+    "Int4WeightFakeQuantizeConfig.activation_dtype": {"weight_config": Int4WeightFakeQuantizeConfig()},
+    "activation_config=Float8FakeQuantizeConfig": {
+        "weight_config": Int4WeightFakeQuantizeConfig(),
+        "activation_config": IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+    },
+    "beside Int4WeightFakeQuantizeConfig": {
+        "weight_config": Int4WeightFakeQuantizeConfig(),
+        "activation_config": Float8FakeQuantizeConfig(hp_value_ub=1.0),
+    },
 }
 
 
@@ -157,6 +176,65 @@ FAKE: dict[str, dict[str, Any]] = {
 def test_fake_quantise_options_are_refused_with_a_reason(option: str) -> None:
     with pytest.raises(ValueError, match=option):
         quantize_(nn.Sequential(nn.Linear(128, 64)), QATConfig(**FAKE[option]))
+
+
+INT4 = Int4WeightFakeQuantizeConfig
+FAKE_TAKEN: dict[type, list[dict[str, Any]]] = {  # pairs that a class of fake-quantisation configs is taken in
+    IntxFakeQuantizeConfig: [{"weight_config": IntxFakeQuantizeConfig(torch.int4, group_size=32)}],
+    FakeQuantizeConfig: [{"weight_config": FakeQuantizeConfig(torch.int4, group_size=32)}],
+    INT4: [
+        {"weight_config": INT4(activation_dtype=torch.bfloat16)},
+        {"weight_config": INT4(), "activation_config": Float8FakeQuantizeConfig()},
+    ],
+    **{
+        cls: [{"weight_config": cls(), "activation_config": cls()}]
+        for cls in (Float8FakeQuantizeConfig, MXFakeQuantizeConfig, NVFP4FakeQuantizeConfig)
+    },
+}
+FAKE_REFUSED = [FakeQuantizeConfigBase]
+
+
+def fake_quantise_configs() -> set[type]:
+    """Every class of such configs in torchao's modules of QAT."""
+    found = set[type]()
+    for package in (torchao.quantization.qat, torchao.prototype.qat):
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            found |= {cls for cls in vars(importlib.import_module(info.name)).values() if isinstance(cls, type)}
+    return {cls for cls in found if issubclass(cls, FakeQuantizeConfigBase)}
+
+
+def test_every_fake_quantise_config_is_taken_or_refused() -> None:
+    """A class that a new torchao brings fails here first."""
+    assert fake_quantise_configs() == {*FAKE_TAKEN, *FAKE_REFUSED}
+
+
+@pytest.mark.parametrize("cls", FAKE_TAKEN)
+def test_a_fake_quantise_config_converts_exactly(cls: type) -> None:
+    for pair in FAKE_TAKEN[cls]:
+        model, x = nn.Sequential(nn.Linear(128, 64, dtype=torch.bfloat16)), torch.randn(4, 128, dtype=torch.bfloat16)
+        quantize_(model, QATConfig(**pair))
+        y = model(x)
+        quantize_(model, QATConfig(step="convert"))
+        assert torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize("side", ["weight_config", "activation_config"])
+@pytest.mark.parametrize("cls", FAKE_REFUSED)
+def test_a_fake_quantise_config_is_refused_by_name(cls: type, side: str) -> None:
+    with pytest.raises(ValueError, match=rf"0 \(64, 128\): .*{cls.__name__}"):
+        quantize_(nn.Sequential(nn.Linear(128, 64)), QATConfig(**{side: cls()}))
+
+
+def test_the_pair_that_torchao_infers_for_int4_and_fp8_is_the_layer_of_its_config() -> None:
+    """torchao's own fake quantisation imitates the preshuffled layout."""
+    base = Float8DynamicActivationInt4WeightConfig()
+    activation, weight = _infer_fake_quantize_configs(base)
+    pair = nn.Sequential(nn.Linear(256, 64, dtype=torch.bfloat16))
+    whole, x = copy.deepcopy(pair), torch.randn(8, 256, dtype=torch.bfloat16)
+    quantize_(pair, QATConfig(weight_config=weight, activation_config=activation))
+    quantize_(whole, QATConfig(base))
+    assert pair[0].prepared.recipe == whole[0].prepared.recipe
+    assert torch.equal(pair(x), whole(x))
 
 
 @pytest.mark.parametrize("preference", [KernelPreference.TORCH, KernelPreference.AUTO])

@@ -190,6 +190,12 @@ def test_a_changed_field_of_a_fake_quantisation_config_too(side: str, config: An
     assert check(config, make) or len(dataclasses.fields(config)) == 1 or side == "activation_config"
 
 
+def test_a_changed_field_of_the_pair_for_int4_and_fp8_too() -> None:
+    weight, activation = Int4WeightFakeQuantizeConfig(), Float8FakeQuantizeConfig()
+    assert check(weight, lambda changed: fake_target(changed, activation))
+    check(activation, lambda changed: fake_target(weight, changed))
+
+
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_version_that_is_not_known_is_refused_before_the_model_changes(version: int) -> None:
     for name in supported():
