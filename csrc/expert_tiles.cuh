@@ -7,7 +7,7 @@
 // of codes (in_order.cuh).
 //
 // So K's values are summed in K's order, in one chain, as in any wgmma kernel that does not cut K. The bits are those
-// of a GEMM of W's values (triton/grouped.py), and that GEMM may multiply prepared experts.
+// of a GEMM of W's values (triton/grouped_kernels.py), and that GEMM may multiply prepared experts.
 //
 // A block has a slot of up to TM rows (slots.cuh) and 128 R rows of its expert's W. Blocks come in groups of slots x
 // rows of W, so that blocks that run at once share both in the L2 cache.

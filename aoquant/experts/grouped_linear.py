@@ -146,7 +146,7 @@ def grouped_at_once(
 def _applied(
     x: Tensor, w: Tensor | None, ends: Tensor, token: Tensor | None, place: Tensor | None, given: Given
 ) -> Tensor:
-    """`GroupedLinear`, one call to a compiler, as `linear._applied` is."""
+    """`GroupedLinear`, one call to a compiler, as `function._applied` is."""
     y: Tensor = GroupedLinear.apply(x, w, ends, token, place, given)  # type: ignore[no-untyped-call]
     return y
 

@@ -4,9 +4,9 @@
 
 With one scale for a whole row the codes are the operand and the scale multiplies the accumulator, so nothing is rounded
 twice. A block's scale cannot wait that long: a kernel for blocks sums each block's products by themselves, multiplies
-by both scales and adds (`ops.reference` has the order); where only one side has blocks, its operand is the decoded
-value, rounded once. Blocks of 1 x 128 for activations and 128 x 128 for weights are DeepSeek-V3's and torchao's; the
-last block of rows may be short.
+by both scales and adds (`ops/gemm/reference.py` has the order); where only one side has blocks, its operand is the
+decoded value, rounded once. Blocks of 1 x 128 for activations and 128 x 128 for weights are DeepSeek-V3's and
+torchao's; the last block of rows may be short.
 
 low and high bound the absmax, as torchao's hp_value_lb and hp_value_ub do; values beyond high saturate. A block of
 zeros stores scale 0 and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.18

@@ -3,7 +3,7 @@
 The first forward runs under a TorchFunctionMode. A product of a weight, or of a tensor made of one, is a direct read,
 unless a layer's own forward is on the stack; norms, casts and penalties are none. What a torch function does not show,
 in a custom autograd function or another method than forward, backward shows: the weight gets a gradient before its
-layer has run (`linear.note_run`). Models that are compiled, traced, or on attention's fused path, which a mode would
+layer has run (`checks.note_run`). Models that are compiled, traced, or on attention's fused path, which a mode would
 turn off, are not watched. The hooks of a model are plain functions, so that it can be copied and pickled.
 """
 

@@ -46,7 +46,7 @@ class QATEmbedding(QATLayer, nn.Embedding):
 
 @torch.compiler.allow_in_graph
 def _applied(ids: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    """`_QuantizedEmbedding`, taken by a compiler as one call: see `linear._applied`."""
+    """`_QuantizedEmbedding`, taken by a compiler as one call: see `function._applied`."""
     if unread:
         note_run(w)
     y: Tensor = _QuantizedEmbedding.apply(ids, w, *rest)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ forward:   1. encode the input, or take the codes of a layer that was given the 
               together, where backward will read a column side of the original
            2. multiply; W is encoded on the way
            3. keep what the gradients that are asked for will read: `recipe.dgrad` and `recipe.wgrad` say what
-backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
+backward:  1. dx = dy W^, from W's codes or W encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
            both quantised GEMMs are one op: dy is encoded once where its two sides have the same codes (a square tile,
            or one scale for the tensor), and read once, for both, where a GPU multiplies quantised operands
 
@@ -92,7 +92,7 @@ class Saved(NamedTuple):
     x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K).
     w: the weight, or its codes.
     x_held, w_held: scales and transforms that the layer holds.
-    measured: what forward measured of W (`ops.linear.Product`).
+    measured: what forward measured of W (`ops.product.Product`).
     clipped: a bit for each value of x, 1 where it gets no gradient.
     amax: (2,), of x and W, where scales are delayed.
     """

@@ -20,8 +20,8 @@ sides.
 
 `dgrad` and `wgrad` say what each GEMM reads, and so what forward keeps (`ops.BackwardGemm`). With save="row" that is
 the codes of the input, as fprop made them, and the weight itself. With save="col" an input costs what its column side
-costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns. save="hp" keeps values
-alone.
+costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns. Where both sides have
+the same codes, transposed, forward's own are kept. save="hp" keeps values alone.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _family(operand: Operand | None) -> str | None:
 def dgrad(
     save: str, source: str, forward: Operand, grad: Operand | None, weight: Operand | None, reads_values: bool
 ) -> BackwardGemm:
-    """What dgrad reads, and so what forward keeps of the weight. reads_values: backward reads the weight anyway."""
+    """What dgrad reads, and so what forward keeps of the weight. reads_values: backward masks clipped values, and reads
+    the weight itself.
+    """
     same = _same_codes(forward, weight)
     original = source == "original" or same or forward.format.lossless
     gemm = grad, weight, contract(grad, weight)

@@ -221,7 +221,7 @@ def _product(
     outer: Tensor | None,
     matrix: Tensor | None,
 ) -> Tensor:
-    """y (..., N); one call to a compiler, see `linear._applied`."""
+    """y (..., N); one call to a compiler, see `function._applied`."""
     held = None if matrix is None else Scales(transform=matrix)
     y, _ = multiply(x, None, bias, Given(key, Encoded(codes, scale, zero, outer, k), held))
     return y

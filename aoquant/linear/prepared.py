@@ -48,7 +48,7 @@ class Prepared:
 
 
 class PreparedModule(nn.Module):
-    """A module that prepare swaps in: a layer with one weight (`QATLayer`), or stacked experts (experts.py).
+    """A module that prepare swaps in: a layer with one weight (`QATLayer`), or stacked experts (experts/prepared.py).
 
     `fake_quant = False` switches it back to the plain module for as long as you like.
     """

@@ -2,7 +2,7 @@
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
     encoding.py   `encode`: codes of values, and back
-    linear.py     `matmul`: the GEMM of a linear layer   backward.py  `gradients`: both of backward
+    product.py    `matmul`: the GEMM of a linear layer   backward.py  `gradients`: both of backward
     quantized.py  a quantised matrix and its two sides
     grouped.py    the GEMMs of stacked experts  stacks.py   all experts as one matrix
     grouped_bias.py  their biases

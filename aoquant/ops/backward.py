@@ -77,10 +77,13 @@ class BackwardGemm(_Gemm):
     forward: the other one's operand in forward, whose values are read; None: those of what was kept, as they are.
     keeps: what forward keeps of it:
 
-        "rows"      the codes that fprop multiplied       their values are encoded again along the other axis
-        "square"    the same                              transposed: of square tiles, or under one scale for all
-        "columns"   codes along the other axis            they are read as they are
-        "values"    the high-precision tensor             it is encoded, or its values in forward are
+        "rows"      the codes that fprop multiplied       their values
+        "square"    the same                              they, transposed: of square tiles, or one scale for all
+        "columns"   codes along the other axis            they
+        "values"    the high-precision tensor             it, or its values in forward
+
+    The last column is what the GEMM starts from. It encodes values along the other axis where `other` is an operand,
+    and multiplies them as they are where it is None.
     """
 
     @cached_property

@@ -2,10 +2,10 @@
 hit.
 
 On Hopper csrc does it. For few rows of each expert (csrc/decode_experts.cuh) a row's sums depend on that row, its
-expert, N and K alone. For many (csrc/expert_tiles.cuh, csrc/expert_wide.cuh) they are those of `triton/grouped.py` over
-W's values, to the bit, so a prepared layer, whose values are made anyway, may multiply by that. Elsewhere, and for an
-aoquant without its CUDA library, Triton multiplies few rows (triton/grouped_rows.py), and many meet values that are
-made 64 MB at a time.
+expert, N and K alone. For many (csrc/expert_tiles.cuh, csrc/expert_wide.cuh) they are those of
+`triton/grouped_kernels.py` over W's values, to the bit, so a prepared layer, whose values are made anyway, may multiply
+by that. Elsewhere, and for an aoquant without its CUDA library, Triton multiplies few rows (triton/grouped_rows.py),
+and many meet values that are made 64 MB at a time.
 """
 
 from __future__ import annotations

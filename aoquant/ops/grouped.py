@@ -9,8 +9,8 @@ x each s reads. So a token is encoded once, however many experts it goes to.
 
 On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie in memory, and on
 Hopper many rows are too (expert_rows.py). Other rows meet the operand in bf16: all of it at once if the weight is whole
-already, else 64 MB at a time, decoded from the codes. One kernel does both (triton/grouped.py), and its bits are those
-of multiplying the codes. The GEMMs of a backward in high precision have no outer scales and round once, so
+already, else 64 MB at a time, decoded from the codes. One kernel does both (triton/grouped_kernels.py), and its bits
+are those of multiplying the codes. The GEMMs of a backward in high precision have no outer scales and round once, so
 `F.grouped_mm` computes them. On other devices each expert is an ordinary product.
 """
 

@@ -121,6 +121,19 @@ def test_the_source_names_pages_that_exist() -> None:
     assert named and missing == set()
 
 
+def test_the_source_names_files_that_exist() -> None:
+    """A path in a comment or docstring of a file of operations, layers or experts: it moves with the file."""
+    there = ["/" + str(path.relative_to(ROOT)) for path in ROOT.glob("[a-z]*/**/*.py")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("ops", "linear", "experts", "distributed", "transforms")
+        for path in (ROOT / "aoquant" / folder).glob("**/*.py")
+        for name in re.findall(r"[a-z0-9_/]+\.py\b", path.read_text(encoding="utf-8"))
+        if not any(other.endswith("/" + name) for other in there)
+    ]
+    assert not missing
+
+
 def test_troubleshooting_is_short() -> None:
     """Error messages say what to do; the page is for what users really meet, and pages link into it."""
     assert (DOCS / "troubleshooting.md").read_text(encoding="utf-8").count("\n### ") <= TROUBLES
