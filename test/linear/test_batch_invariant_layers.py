@@ -15,7 +15,7 @@ from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerRow, P
 from transformers import LlamaForCausalLM
 
 import aoquant
-from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant import NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.config import WeightConfig
 from aoquant.linear.prepared import QATLinear
 from aoquant.recipes import get_recipe, list_recipes
@@ -172,10 +172,3 @@ def test_a_checkpoint_keeps_the_format_that_it_names() -> None:
              "metric": "mse", "tile": 1, "transform": None, "numerics": "ao"}}  # fmt: skip
     assert config_from_dict(saved).recipe().input_name == "nvfp4"
     assert config_to_dict(NVFP4WeightConfig())["_data"]["activation"] == "nvfp4-row"
-    saved = {"_type": "GridFlipFP4WeightConfig", "_version": 1, "_data": {"effort": "base", "c": 0.25, "alternating": False,
-             "activation": "nvfp4", "tile": 1, "transform": None}}  # fmt: skip
-    assert config_from_dict(saved).recipe().input_name == "nvfp4"
-    model = layer(NVFP4WeightConfig(activation="nvfp4"), torch.device("cpu"), "convert")
-    weight = model[0].weight  # type: ignore[index]
-    assert isinstance(weight, PackedTensor) and weight.activation == "nvfp4"
-    assert not isinstance(model[0], QATLinear)  # type: ignore[index]

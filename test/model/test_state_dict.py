@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 
 from aoquant import (
     Int4WeightConfig,
-    Int8WeightConfig,
-    IntxWeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
     PackedWeightConfig,
@@ -163,15 +160,6 @@ def test_meta_deepcopy_and_pickle(config: Any) -> None:
     whole = torch.load(file, weights_only=False)
     assert_equal(whole, model)
     assert whole.up.extra_repr() == model.up.extra_repr()
-
-
-@pytest.mark.parametrize("config", [Int4WeightConfig(32), IntxWeightConfig(3), Int8WeightConfig()], ids=repr)
-def test_plain_pickle(config: Any) -> None:
-    """Not for float8 parts: torch 2.13 pickles a float8 tensor, of any kind, and cannot load it back without
-    torch.load.
-    """
-    model = converted(config)
-    assert_equal(pickle.loads(pickle.dumps(model)), model)
 
 
 def test_tiles_are_cut_between_rows_of_tiles() -> None:
