@@ -43,130 +43,100 @@ def with_image(token: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """A class of models. config: its config's class and arguments. inputs: of a forward. layers: linear layers that
-    `quantize` quantises. initialised: of these, the layers whose weight transformers initialises by name.
+    """A class of models. layers: linear layers that `quantize` quantises. config: arguments of its config. inputs: of a
+    forward. initialised: of the layers, those whose weight transformers initialises by name.
     """
 
     model: str
-    config: tuple[str, dict[str, Any]]
     layers: int
+    config: dict[str, Any]
     inputs: dict[str, Tensor] = field(default_factory=lambda: {"input_ids": IDS})
     initialised: int = 0
 
 
 BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", ("Qwen2Config", {**SIZES, "tie_word_embeddings": False}), 7),
-    "llama": Family("LlamaForCausalLM", ("LlamaConfig", {**SIZES, "attention_bias": True, "mlp_bias": True}), 7),
-    "phi": Family("PhiForCausalLM", ("PhiConfig", ENCODER), 6),
-    "gpt-neox": Family("GPTNeoXForCausalLM", ("GPTNeoXConfig", ENCODER), 4),
-    "gpt-j": Family("GPTJForCausalLM", ("GPTJConfig", {**GPT, "rotary_dim": 16}), 6),
-    "gpt-bigcode": Family("GPTBigCodeForCausalLM", ("GPTBigCodeConfig", GPT), 4, initialised=2),
-    "opt": Family("OPTForCausalLM", ("OPTConfig", {**ENCODER, "ffn_dim": 64, "word_embed_proj_dim": 64, **TOKENS}), 6),
-    "bloom": Family(
-        "BloomForCausalLM", ("BloomConfig", {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 128}), 4
-    ),
-    "falcon": Family("FalconForCausalLM", ("FalconConfig", {**ENCODER, "bias": True, "tie_word_embeddings": False}), 1),
-    "starcoder2": Family("Starcoder2ForCausalLM", ("Starcoder2Config", {**SIZES, "use_bias": True, **TOKENS}), 6),
-    "stablelm": Family("StableLmForCausalLM", ("StableLmConfig", {**SIZES, "use_qkv_bias": True, **TOKENS}), 7),
+    "qwen2": Family("Qwen2ForCausalLM", 7, {**SIZES, "tie_word_embeddings": False}),
+    "llama": Family("LlamaForCausalLM", 7, {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "phi": Family("PhiForCausalLM", 6, ENCODER),
+    "gpt-neox": Family("GPTNeoXForCausalLM", 4, ENCODER),
+    "gpt-j": Family("GPTJForCausalLM", 6, {**GPT, "rotary_dim": 16}),
+    "gpt-bigcode": Family("GPTBigCodeForCausalLM", 4, GPT, initialised=2),
+    "opt": Family("OPTForCausalLM", 6, {**ENCODER, "ffn_dim": 64, "word_embed_proj_dim": 64, **TOKENS}),
+    "bloom": Family("BloomForCausalLM", 4, {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 128}),
+    "falcon": Family("FalconForCausalLM", 1, {**ENCODER, "bias": True, "tie_word_embeddings": False}),
+    "starcoder2": Family("Starcoder2ForCausalLM", 6, {**SIZES, "use_bias": True, **TOKENS}),
+    "stablelm": Family("StableLmForCausalLM", 7, {**SIZES, "use_qkv_bias": True, **TOKENS}),
     "gpt-oss": Family(
-        "GptOssForCausalLM",
-        ("GptOssConfig", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **TOKENS}),
-        4,
+        "GptOssForCausalLM", 4, {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **TOKENS}
     ),
     "qwen2-moe": Family(
         "Qwen2MoeForCausalLM",
-        (
-            "Qwen2MoeConfig",
-            {
-                **{**SIZES, **TOKENS, "num_experts": 4, "num_experts_per_tok": 2},
-                **{"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-            },
-        ),
         20,
+        {
+            **{**SIZES, **TOKENS, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+        },
     ),
     "gemma3": Family(
         "Gemma3ForConditionalGeneration",
-        (
-            "Gemma3Config",
-            {
-                **{"text_config": {**SIZES, "head_dim": 16}, "vision_config": VISION, "mm_tokens_per_image": 4},
-                **{"boi_token_index": 120, "eoi_token_index": 121, "image_token_index": 122},
-            },
-        ),
         15,
         {
-            "input_ids": with_image(122),
-            "pixel_values": PIXELS,
-            "token_type_ids": (with_image(122) == 122).long(),
+            **{"text_config": {**SIZES, "head_dim": 16}, "vision_config": VISION, "mm_tokens_per_image": 4},
+            **{"boi_token_index": 120, "eoi_token_index": 121, "image_token_index": 122},
         },
+        {"input_ids": with_image(122), "pixel_values": PIXELS, "token_type_ids": (with_image(122) == 122).long()},
         initialised=8,
     ),
     "qwen2-vl": Family(
         "Qwen2VLForConditionalGeneration",
-        (
-            "Qwen2VLConfig",
-            {
-                "text_config": {**SIZES, **MROPE},
-                "vision_config": {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4},
-            },
-        ),
         13,
+        {
+            "text_config": {**SIZES, **MROPE},
+            "vision_config": {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4},
+        },
     ),
     "llava": Family(
         "LlavaForConditionalGeneration",
-        (
-            "LlavaConfig",
-            {
-                "text_config": {**SIZES, "model_type": "llama"},
-                "vision_config": {**VISION, "model_type": "clip_vision_model"},
-                "image_token_index": 120,
-            },
-        ),
         15,
+        {
+            "text_config": {**SIZES, "model_type": "llama"},
+            "vision_config": {**VISION, "model_type": "clip_vision_model"},
+            "image_token_index": 120,
+        },
         {"input_ids": with_image(120), "pixel_values": PIXELS},
     ),
-    "bert": Family("BertForMaskedLM", ("BertConfig", ENCODER), 6),
-    "roberta": Family("RobertaForMaskedLM", ("RobertaConfig", ENCODER), 6),
-    "vit": Family("ViTForImageClassification", ("ViTConfig", VISION), 6, {"pixel_values": PIXELS}),
+    "bert": Family("BertForMaskedLM", 6, ENCODER),
+    "roberta": Family("RobertaForMaskedLM", 6, ENCODER),
+    "vit": Family("ViTForImageClassification", 6, VISION, {"pixel_values": PIXELS}),
     "clip": Family(
         "CLIPModel",
-        ("CLIPConfig", {"text_config": {**ENCODER, **TOKENS}, "vision_config": VISION, "projection_dim": 64}),
         14,
+        {"text_config": {**ENCODER, **TOKENS}, "vision_config": VISION, "projection_dim": 64},
         {"input_ids": IDS, "pixel_values": PIXELS},
     ),
     "siglip": Family(
         "SiglipModel",
-        ("SiglipConfig", {"text_config": {**ENCODER, **TOKENS, "projection_size": 64}, "vision_config": VISION}),
         15,
+        {"text_config": {**ENCODER, **TOKENS, "projection_size": 64}, "vision_config": VISION},
         {"input_ids": IDS, "pixel_values": PIXELS},
         initialised=15,
     ),
-    "t5": Family(
-        "T5ForConditionalGeneration", ("T5Config", {**T5, "decoder_start_token_id": 0}), 16, BOTH, initialised=16
-    ),
-    "bart": Family(
-        "BartForConditionalGeneration", ("BartConfig", {**ENCODER_DECODER, "max_position_embeddings": 64}), 16, BOTH
-    ),
+    "t5": Family("T5ForConditionalGeneration", 16, {**T5, "decoder_start_token_id": 0}, BOTH, initialised=16),
+    "bart": Family("BartForConditionalGeneration", 16, {**ENCODER_DECODER, "max_position_embeddings": 64}, BOTH),
     "whisper": Family(
         "WhisperForConditionalGeneration",
-        (
-            "WhisperConfig",
-            {**ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
-        ),
         16,
+        {**ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
         {"input_features": torch.linspace(-1, 1, 8 * 32).view(1, 8, 32), "decoder_input_ids": IDS},
     ),
     "wav2vec2": Family(
         "Wav2Vec2ForCTC",
-        (
-            "Wav2Vec2Config",
-            {
-                **{**ENCODER, **TOKENS, "conv_dim": (32, 32), "conv_kernel": (8, 4), "conv_stride": (4, 2)},
-                **{"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
-            },
-        ),
         7,
+        {
+            **{**ENCODER, **TOKENS, "conv_dim": (32, 32), "conv_kernel": (8, 4), "conv_stride": (4, 2)},
+            **{"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+        },
         {"input_values": torch.linspace(-9, 9, 400).sin().view(1, 400)},
         initialised=1,
     ),
@@ -176,9 +146,9 @@ FAMILIES = {
 def float_model(family: str, folder: Path) -> Any:
     """The family's model as transformers loads it from `folder`, where it is written; biases and sinks are no zeros."""
     f = FAMILIES[family]
-    kind, (config, arguments) = getattr(transformers, f.model), f.config
+    kind = getattr(transformers, f.model)
     torch.manual_seed(0)
-    model = kind._from_config(getattr(transformers, config)(**arguments), dtype=torch.bfloat16)
+    model = kind._from_config(kind.config_class(**f.config), dtype=torch.bfloat16)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1 or "bias" in name:
