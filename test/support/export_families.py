@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from aoquant import PackedWeightConfig, quantize_
 
@@ -143,12 +144,17 @@ FAMILIES = {
 }
 
 
+def config_of(family: str) -> PretrainedConfig:
+    """A config of the family's own."""
+    config: PretrainedConfig = getattr(transformers, FAMILIES[family].model).config_class(**FAMILIES[family].config)
+    return config
+
+
 def float_model(family: str, folder: Path) -> Any:
     """The family's model as transformers loads it from `folder`, where it is written; biases and sinks are no zeros."""
-    f = FAMILIES[family]
-    kind = getattr(transformers, f.model)
+    kind = getattr(transformers, FAMILIES[family].model)
     torch.manual_seed(0)
-    model = kind._from_config(kind.config_class(**f.config), dtype=torch.bfloat16)
+    model = kind._from_config(config_of(family), dtype=torch.bfloat16)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1 or "bias" in name:
