@@ -89,6 +89,9 @@ NVFP4_TRAINING = HybridConfig(
     wgrad_grad_output="te-hadamard16-sd7e8+nvfp4-sr",
     wgrad_input="te-hadamard16-sd7e8+te-nvfp4",
 )
+TE_NVFP4_SR = NVFP4_TRAINING.replaced(
+    dgrad_grad_output="te-nvfp4-sr", wgrad_grad_output="te-hadamard16-sd7e8+te-nvfp4-sr"
+)
 
 
 def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
@@ -121,6 +124,7 @@ _CONFIGS: dict[str, Callable[[], AOBaseConfig]] = {
     "mxfp4-quest": lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
     "quartet": lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
     "quartet2": lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
+    "quartet2-gridflip": GridFlipFP4WeightConfig,
     "mxfp8": MXFP8WeightConfig,
     "mxfp8-weight": lambda: MXFP8WeightConfig(activation=None),
     "fp8": FP8WeightConfig,
@@ -154,6 +158,7 @@ _CONFIGS: dict[str, Callable[[], AOBaseConfig]] = {
     "nvfp4-hp": NVFP4WeightConfig,
     "fp8-hybrid": lambda: PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor", "fp8_scaled_mm"),
     "nvfp4-training": lambda: Packed4WeightConfig("te-nvfp4-16x16", "te-nvfp4"),
+    "te-nvfp4-sr": lambda: Packed4WeightConfig("te-nvfp4-16x16", "te-nvfp4"),
     "gguf-q4_0": lambda: Packed4WeightConfig("q4_0", "q8_0-x86", "ggml"),
     "gguf-q8_0": lambda: PackedWeightConfig("q8_0", "q8_0-x86", "ggml"),
     "torchao-int8-int4": lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
@@ -190,6 +195,7 @@ _ABOUT = {
     "mxfp4-quest": "MXFP4 weights and activations behind a Hadamard transform of 32, QuEST's scales and trust mask",
     "quartet": "mxfp4-quest, trained with an MXFP4 backward",
     "quartet2": "nvfp4-4over6; trained with an NVFP4 backward",
+    "quartet2-gridflip": "gridflip, trained with quartet2's NVFP4 backward",
     "mxfp8": "MXFP8 (e4m3) weights and activations",
     "mxfp8-weight": "MXFP8 weights, high-precision activations",
     "fp8": "e4m3 weights and activations, a scale per row",
@@ -223,6 +229,7 @@ _ABOUT = {
     "nvfp4-hp": "NVFP4 weights and activations; trains with a high-precision backward of the original input",
     "fp8-hybrid": "TransformerEngine's FP8, one scale for all tokens of a call, on FP8 tensor cores; trains with e5m2 gradients",
     "nvfp4-training": "TransformerEngine's NVFP4, one outer scale for all tokens of a call; trains with stochastic gradients, Hadamard in wgrad",
+    "te-nvfp4-sr": "nvfp4-training whose gradients have TransformerEngine's scales, under which the largest values clip",
     "gguf-q4_0": "for llama.cpp: Q4_0 weights, Q8_0 activations, its integer products",
     "gguf-q8_0": "for llama.cpp: Q8_0 weights and activations, its integer products",
     "torchao-int8-int4": "torchao's IntxUnpackedToInt8Tensor, int8 activations per token",
@@ -243,6 +250,7 @@ _TRAINING: dict[str, dict[str, Any]] = {
     "mxfp4-quest": {"straight_through": "clipped"},
     "quartet": {"backward": "quartet"},
     "quartet2": {"backward": "quartet2"},
+    "quartet2-gridflip": {"backward": "quartet2"},
     "vllm-nvfp4": {"scales": "static"},
     "vllm-nvfp4-weight": {"scales": "static"},
     "mxfp8-nvfp4": {"backward": HybridConfig.bwd("te-nvfp4")},
@@ -251,6 +259,7 @@ _TRAINING: dict[str, dict[str, Any]] = {
     "nvfp4-hp": {"backward": HybridConfig.bwd(None)},
     "fp8-hybrid": {"backward": FP8_HYBRID},
     "nvfp4-training": {"backward": NVFP4_TRAINING},
+    "te-nvfp4-sr": {"backward": TE_NVFP4_SR},
 }
 
 _RECIPES = {

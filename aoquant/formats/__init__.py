@@ -135,6 +135,7 @@ COMPOSED = {
     "wush16+nvfp4": "any format behind a transform that calibration fits: aoquant.WUSH(16)",
     "mxfp4-sr": "for gradients, rounded at random: QATConfig(backward='mxfp4-sr')",
     "nvfp4-sr": "the same in NVFP4",
+    "te-nvfp4-sr": "the same in NVFP4 under TransformerEngine's scales, which clip: recipe te-nvfp4-sr",
     "ms-eden": "the same in NVFP4, rounded to nearest under random scales",
     "rht32+mxfp4-sr": "for gradients, any format behind a random rotation of 16, 32, 64 or 128 values: backward='quartet'",
     "rht128+ms-eden": "backward='quartet2'",
@@ -202,10 +203,10 @@ def get_format(name: str) -> Format | Operand:
     of symmetric intx weights. "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip,
     "fouroversix-mae-16x16" of four-over-six. "stretched2-g32" is an integer grid without zero, "high-precision" leaves
     values as they are. "hadamard16+nvfp4" is nvfp4 of values that a transform has mixed, "hadamard32-inverse+mxfp4" the
-    weight side where the sides differ, "-s1f" a mask of signs. For gradients there are "mxfp4-sr", "nvfp4-sr" and
-    "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random. FP4 as other
-    libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of
-    "mxfp4-quest".
+    weight side where the sides differ, "-s1f" a mask of signs. For gradients there are "mxfp4-sr", "nvfp4-sr",
+    "te-nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
+    FP4 as other libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name
+    of "mxfp4-quest".
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.

@@ -237,6 +237,11 @@ class NVFP4Dialect(_E2M1, OneScale):
         return Scales(outer=amax if self.dialect == "te" else divide(amax, NVFP4_TOP).clamp(min=PTS_FLOOR))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        y_RGB, scale = self.scaled(x_RK, s)
+        return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
+
+    def scaled(self, x_RK: Tensor, s: Scales) -> tuple[Tensor, Tensor]:
+        """Return (R, G, 16) float32 values in units of their scale, before they are rounded, and the e4m3 scales."""
         assert s.outer is not None
         x_RGB, rows = self._blocks(x_RK).float(), x_RK.shape[0]
         amax = self._tiles(absmax(x_RGB))
@@ -255,7 +260,7 @@ class NVFP4Dialect(_E2M1, OneScale):
                 scale = self._block_scales(amax * (encode * reciprocal(E2M1_MAX)), s)
                 inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
             y_RGB = x_RGB * self.spread(inverse, rows).unsqueeze(-1)
-        return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
+        return y_RGB, scale
 
     def scales(self, e: Encoded) -> Tensor:
         assert e.scale is not None

@@ -16,6 +16,12 @@ is .99 for FP4. Here it is 1.
                pts = absmax / (6 * 17/16 * .93 * 352): 352, because <v, v> / <v, q> is up to 1.22 and the scale must
                stay within 448. Less than half of nvfp4-sr's error. The remaining error is orthogonal to the block,
                and unbiased only after a random rotation. Source: Quartet II (arXiv:2601.22813).
+    te-nvfp4-sr
+               TransformerEngine's own rule: the scales are te-nvfp4's, made for rounding to nearest, and values beyond
+               6 after scaling (about 4 % of normal ones) saturate, so the slope is .996. Block and outer scales and
+               both candidates of every code are TransformerEngine's bytes; which candidate is taken follows from the
+               numbers of `random.py`, not from the GPU's generator. Source: NVIDIA/TransformerEngine,
+               cvt.rs.satfinite.e2m1x4 in `quantize_transpose_nvfp4`.
 
 Published implementations of MS-EDEN differ and are not interchangeable: the correction spans 16, 32, 128 or 256 values,
 the scale is or is not rounded before the codes are chosen, and ties go to even or away from zero. Here: per block of
@@ -35,6 +41,7 @@ from torch import Tensor
 from . import layout
 from .base import Encoded, Format, Scales
 from .blockscaled import E4M3_FLOOR, MX, NVFP4, PTS_FLOOR, block_scales
+from .dialects import NVFP4Dialect
 from .elements import E2M1_MAX, e2m1_steps, from_e2m1, to_e2m1, to_float8
 from .random import Random
 from .scales import absmax, divide, sum_by_pairs
@@ -147,6 +154,22 @@ class MSEden(NVFP4Stochastic):
         return Encoded(layout.pack(codes, 4), rounded, None, s.outer, x_RK.shape[1])
 
 
+@dataclass(frozen=True)
+class TEStochastic(Randomized, NVFP4Dialect):
+    """TransformerEngine's NVFP4 with stochastic rounding; see above."""
+
+    dialect: str = "te"
+
+    @property
+    def name(self) -> str:
+        return "te-nvfp4-sr"
+
+    def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
+        y, scale = self.scaled(x_RK, s)
+        codes = to_e2m1_stochastic(y.flatten(1).clamp(-E2M1_MAX, E2M1_MAX), random)
+        return Encoded(layout.pack(codes, 4), scale, None, s.outer, x_RK.shape[1])
+
+
 def to_e2m1_stochastic(x: Tensor, random: Random) -> Tensor:
     """float32 of magnitudes up to 6 -> uint8 codes 0..15, up or down to a neighbour so that the mean is x. NaN as in
     `to_e2m1`.
@@ -171,4 +194,4 @@ def _round(t: Tensor, random: Random) -> Tensor:
 
 def parse(name: str) -> Format | None:
     """The stochastic format called `name`, if there is one."""
-    return next((f for f in (MXStochastic(), NVFP4Stochastic(), MSEden()) if f.name == name), None)
+    return next((f for f in (MXStochastic(), NVFP4Stochastic(), MSEden(), TEStochastic()) if f.name == name), None)

@@ -16,7 +16,7 @@ from aoquant.recipes import get_recipe
 
 FP8 = "fp8_scaled_mm_precise"
 E4M3, E5M2 = "te-fp8-tensor", "te-fp8-e5m2-tensor"
-MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
+MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "te-nvfp4-sr", "mxfp8-hp", "nvfp4-hp")
 
 
 @pytest.mark.parametrize(

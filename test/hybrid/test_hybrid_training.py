@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from aoquant.recipes import get_recipe
 
-MIXES = ("mxfp8-nvfp4", "fp8-hybrid", "nvfp4-training")
+MIXES = ("mxfp8-nvfp4", "fp8-hybrid", "nvfp4-training", "te-nvfp4-sr")
 
 
 @pytest.mark.parametrize("name", MIXES)

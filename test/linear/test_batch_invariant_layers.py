@@ -21,7 +21,7 @@ from aoquant.linear.prepared import QATLinear
 from aoquant.recipes import get_recipe, list_recipes
 
 SUMS = 1e-5  # relative to the largest value of a row, for float32 sums of up to 256 products taken in another order
-BY_TENSOR = ("fp8-hybrid", "nvfp4-training")  # which follow TransformerEngine, and say so
+BY_TENSOR = ("fp8-hybrid", "nvfp4-training", "te-nvfp4-sr")  # which follow TransformerEngine, and say so
 OWN = [r.name for r in list_recipes() if isinstance(r.make(), WeightConfig) and r.name not in BY_TENSOR]
 CONFIGS: dict[str, WeightConfig] = {
     **{name: get_recipe(name).make() for name in OWN},  # type: ignore[dict-item]

@@ -52,7 +52,7 @@ def by_hand(a: Tensor, b: Tensor, name: str, state: Tensor | None, side: int) ->
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4-floor", "rht32+mxfp4", *STOCHASTIC])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4-floor", "rht32+mxfp4", "te-nvfp4-sr", *STOCHASTIC])
 def test_gradients_equal_the_reference(name: str, dtype: torch.dtype) -> None:
     layer, (x, g), draws = prepared(name, dtype=dtype), data(dtype), get_format(name).draws
     recipe = layer.prepared.recipe
@@ -68,6 +68,17 @@ def test_gradients_equal_the_reference(name: str, dtype: torch.dtype) -> None:
         assert_equal(got["x"], by_hand(g, w_hat.t(), name, state, DGRAD_GRAD_OUTPUT), "dx")
         assert_equal(got["weight"], by_hand(g.t(), x_hat.t(), name, state, WGRAD_GRAD_OUTPUT), "dW")
         assert_equal(got["bias"], g.float().sum(0).to(dtype), "db")
+
+
+def test_gridflip_with_the_backward_of_quartet2() -> None:
+    """Gradients start from the GridFlip values that forward multiplied; the deployed layer is gridflip's."""
+    layer, (x, g) = prepared(None, "quartet2-gridflip", seed=3), data()
+    assert layer.prepared.recipe.deployed == prepared(None, "gridflip").prepared.recipe.deployed
+    w_hat, x_hat = get_format("gridflip").fake_quantize(layer.weight.detach()), get_format("nvfp4-row").fake_quantize(x)
+    state = getattr(layer, RANDOM).clone()
+    got = step(layer, x, g)
+    assert_equal(got["x"], by_hand(g, w_hat.t(), "rht128+ms-eden", state, DGRAD_GRAD_OUTPUT))
+    assert_equal(got["weight"], by_hand(g.t(), x_hat.t(), "rht128+ms-eden", state, WGRAD_GRAD_OUTPUT))
 
 
 @pytest.mark.parametrize("base", [Int8WeightConfig(), MXFP8WeightConfig()], ids=["weight-only", "mxfp8"])
