@@ -142,6 +142,7 @@ COMPOSED = {
     "int8-tensor-static:0.02": "any format of one scale with a constant in its place; without the number, as activation=, calibration finds it",
     "int4-g512": "other groups of integers; intx3-g64-asym, -noclip, -hqq (scales by HQQ), -sfloat32 (float32 scales)",
     "fp8-e5m2-row-wide": "a float8 or integer format of a float16 weight, computed in float32: what configs of aoquant's prepare there",
+    "fp8-tensor-pow2": "a float8 format whose scales are rounded up to powers of two: also fp8-row-pow2, fp8-128x128-pow2",
     "stretched2-g32": "integers without a zero",
     "gridflip-search-c0.2-alternating-16x16": "GridFlip's effort, shift, alternating sign and tile",
     "fouroversix-mae-16x16": "four-over-six's metric and tile",

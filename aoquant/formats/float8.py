@@ -8,6 +8,9 @@ by both scales and adds (`ops/gemm/reference.py` has the order); where only one 
 decoded value, rounded once. Blocks of 1 x 128 for activations and 128 x 128 for weights are DeepSeek-V3's and
 torchao's; the last block of rows may be short.
 
+"-pow2" rounds a scale up to a power of two, s = 2^ceil(log2(absmax / max)), in float32: dividing is then exact. It is
+torchao's round_scales_to_power_of_2, which rounds max / absmax down and multiplies by it, and DeepSeek's UE8M0 scales.
+
 low and high bound the absmax, as torchao's hp_value_lb and hp_value_ub do; values beyond high saturate. A block of
 zeros stores scale 0 and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.18
 `_choose_scale_float8`, `_quantize_affine_float8`.
@@ -27,7 +30,7 @@ from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide
 
 _NAME = re.compile(
-    r"fp8(?:-(e5m2))?-(?:(row|tensor)|([1-9]\d*)x([1-9]\d*))(-native)?(-wide)?(?::lb([^:]+))?(?::ub([^:]+))?",
+    r"fp8(?:-(e5m2))?-(?:(row|tensor)|([1-9]\d*)x([1-9]\d*))(-pow2)?(-native)?(-wide)?(?::lb([^:]+))?(?::ub([^:]+))?",
 )
 
 
@@ -37,7 +40,7 @@ class Float8(OneScale):
 
     native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed:
         (scale,), a constant instead of one made from x; per tensor only. wide: x is taken as float32, for a float16 x
-        whose scales leave its range.
+        whose scales leave its range. pow2: scales are powers of two.
     """
 
     element: str = "e4m3"
@@ -48,6 +51,7 @@ class Float8(OneScale):
     low: float | None = None
     high: float | None = None
     wide: bool = False
+    pow2: bool = False
     row_floor = 0.0  # under a row's absmax
 
     @classmethod
@@ -55,20 +59,20 @@ class Float8(OneScale):
         """The format called `name`; None when it is no float8 format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
-        element, per, rows, cols, native, wide, *bounds = match.groups()
+        element, per, rows, cols, pow2, native, wide, *bounds = match.groups()
         try:
             low, high = (None if b is None else float(b) for b in bounds)
         except ValueError:
             return None
         sizes = int(rows or 1), int(cols or 0)
-        return cls(element or "e4m3", per or "block", bool(native), *sizes, low, high, bool(wide))
+        return cls(element or "e4m3", per or "block", bool(native), *sizes, low, high, bool(wide), bool(pow2))
 
     @property
     def name(self) -> str:
         element = "" if self.element == "e4m3" else f"-{self.element}"
         per = f"{self.rows}x{self.cols}" if self.per == "block" else self.per
         bounds = "".join(f":{n}{b!r}" for n, b in (("lb", self.low), ("ub", self.high)) if b is not None)
-        options = f"{'-native' if self.native else ''}{'-wide' if self.wide else ''}"
+        options = f"{'-pow2' if self.pow2 else ''}{'-native' if self.native else ''}{'-wide' if self.wide else ''}"
         return f"fp8{element}-{per}{options}{bounds}{fixed_name(self.fixed)}"
 
     @property
@@ -121,7 +125,9 @@ class Float8(OneScale):
         if self.fixed:
             return Scales(*constants(self.fixed, x_RK.device))
         amax = self._absmax(self._blocks(x_RK.float() if self.wide else x_RK))
-        return Scales(divide(amax, ELEMENTS[self.element].largest, native=self.native).float())
+        amax = amax.float() if self.pow2 else amax
+        scale = divide(amax, ELEMENTS[self.element].largest, native=self.native).float()
+        return Scales(power_of_two_above(scale) if self.pow2 else scale)
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB, scale = self._blocks(x_RK), s.scale
@@ -157,3 +163,9 @@ class Float8(OneScale):
         """Scale-shaped, in x's dtype, within the bounds."""
         amax = self._tiles(absmax(x_RGB.reshape(1, 1, -1) if self.per == "tensor" else x_RGB))
         return amax if self.low is None and self.high is None else amax.clamp(min=self.low, max=self.high)
+
+
+def power_of_two_above(scale: Tensor) -> Tensor:
+    """Round positive float32 scales up to powers of two, at least 2^-126; 0, Inf and NaN stay."""
+    up = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where((scale > 0) & scale.isfinite(), up.view(torch.float32), scale)

@@ -138,7 +138,7 @@ def _has_affine(f: Affine) -> bool:
 
 def _has_float8(f: Float8) -> bool:
     square = f.per != "block" or (f.cols == 128 and f.rows in (1, 128))
-    return square and not f.fixed and not f.wide and f.low is None and f.high is None
+    return square and not f.fixed and not f.wide and not f.pow2 and f.low is None and f.high is None
 
 
 def _has_dialect(f: NVFP4Dialect) -> bool:
@@ -177,7 +177,7 @@ KERNELS = (
         (Float8,),
         has=_has_float8,
         why_not=_why_not_float8,
-        stacked=lambda f: f.per == "row" and not f.wide and f.low is f.high is None,
+        stacked=lambda f: f.per == "row" and not f.wide and not f.pow2 and f.low is f.high is None,
     ),
     Kernels("float8_kernels", (Float8Mslk,), why_not=_why_not_float8),
     Kernels(
