@@ -50,22 +50,26 @@ _PACKAGES = {
         f"its configs and tensors, exact with torchao {', '.join(PROVED)}; checkpoints",
         f"pip install torchao=={PROVED[-1]}.*",
     ),
-    "triton": _Known("aoquant's GPU kernels; torchao's fp8 blocks", "with torch's CUDA build for Linux"),
+    "triton": _Known(
+        "aoquant's GPU kernels; torchao's fp8 blocks",
+        "with torch's CUDA build for Linux, or pip install 'aoquant[triton]'",
+    ),
     "mslk": _Known(
         "torchao's int4 and MSLK fp8 layers, on Hopper",
-        "pip install mslk-cuda (mslk is an empty package)",
+        "pip install 'aoquant[mslk]', that is mslk-cuda (mslk is an empty package)",
         "mslk.gemm",
         ("mslk-cuda", "mslk"),
     ),
     "fbgemm-gpu": _Known(
         "the same operators as mslk, under their earlier name",
-        "pip install fbgemm-gpu-genai",
+        "pip install 'aoquant[fbgemm]', that is fbgemm-gpu-genai",
         "fbgemm_gpu.experimental.gen_ai",
         ("fbgemm-gpu-genai",),
     ),
     "qutlass": _Known(
         "MXFP4 and NVFP4 layers with quantised activations, on Blackwell",
-        "build it from its repository (the package index has an empty 0.0.0)",
+        "CUDA 12.8 or later and pip install --no-build-isolation git+https://github.com/IST-DASLab/qutlass "
+        "(the package index has an empty 0.0.0)",
     ),
     "transformers": _Known("models and checkpoints", "pip install 'aoquant[hf]'"),
     "lm-eval": _Known("aoquant eval", "pip install 'aoquant[eval]'", "lm_eval", ("lm_eval",)),

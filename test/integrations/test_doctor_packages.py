@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
+import tomllib
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +16,17 @@ import pytest
 from aoquant import cli
 from aoquant.tools import doctor
 
-NAMES = ("torch", "torchao", "triton", "mslk", "fbgemm-gpu", "qutlass", "transformers", "lm-eval")
+# row: the module that is imported, and its distribution
+ROWS = {
+    "torch": ("torch", "torch"),
+    "torchao": ("torchao", "torchao"),
+    "triton": ("triton", "triton"),
+    "mslk": ("mslk.gemm", "mslk-cuda"),
+    "fbgemm-gpu": ("fbgemm_gpu.experimental.gen_ai", "fbgemm-gpu-genai"),
+    "qutlass": ("qutlass", "qutlass"),
+    "transformers": ("transformers", "transformers"),
+    "lm-eval": ("lm_eval", "lm_eval"),
+}
 
 
 def row(name: str) -> doctor.Package:
@@ -38,11 +52,48 @@ def test_every_package_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(doctor, "recipes", lambda: [doctor.Tried("one", "yes", "yes", "bit-equal")])
     cli.main(["doctor"])
     printed = capsys.readouterr().out
-    assert tuple(p.package for p in doctor.packages()) == NAMES
+    assert [p.package for p in doctor.packages()] == list(ROWS)
     for p in doctor.packages():
         assert p.serves and p.get and p.package in printed and p.get in printed
     for name in ("torch", "torchao", "transformers"):
         assert row(name)[1:3] == ("yes", importlib.metadata.version(name))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_says_what_is_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package, its module and version; without it, neither; and with a version alone, that it is broken."""
+    path, distribution = ROWS[name]
+    versions: dict[str, str] = {}
+
+    def told(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    present = ModuleType(path)
+    present.__spec__ = ModuleSpec(path, None)
+    present.matmul_nvf4_bf16_tn = None  # what qutlass is known by
+    with monkeypatch.context() as m:
+        m.setattr(importlib.metadata, "version", told)
+        m.setitem(sys.modules, path.partition(".")[0], None)
+        assert row(name)[1:3] == ("no", "-")
+        versions[distribution] = "9.8.7"
+        found, version = row(name)[1:3]
+        assert found.startswith("no: ") and version == "9.8.7"
+        m.setitem(sys.modules, path, present)
+        assert row(name)[1:3] == ("yes", "9.8.7")
+
+
+def test_what_doctor_says_to_install_exists() -> None:
+    """Each `aoquant[extra]` is one of pyproject's and brings the row's distribution."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for p in doctor.packages():
+        brought = project["dependencies"]
+        for extra in re.findall(r"aoquant\[(\w+)\]", p.get):
+            brought = project["optional-dependencies"][extra]
+        distribution = ROWS[p.package][1].replace("_", "-")
+        names = [re.match(r"[\w-]+", requirement).group() for requirement in brought]
+        assert distribution in names or p.package == "qutlass", p
 
 
 @pytest.mark.parametrize(
