@@ -4,7 +4,7 @@ on.
 
 import pytest
 import torch
-from support.bits import same_bytes
+from support.bits import same
 from support.formats import SHARDED_TOO
 from support.linear_cases import BF16, F32, data, dtype_name
 from torch import Tensor
@@ -48,13 +48,6 @@ def joined(parts: list[Tensor | None], whole: Tensor | None, dim: int) -> Tensor
         return torch.cat([t.contiguous().view(torch.uint8) for t in tensors], dim).view(whole.dtype)
     assert all(same(t, tensors[0]) for t in tensors)
     return tensors[0]
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bytes; a NaN's sign and payload do not count."""
-    if a.dtype == b.dtype and a.is_floating_point():
-        a, b = (torch.where(t.float().isnan(), torch.nan, t.float()) for t in (a, b))
-    return same_bytes(a, b)
 
 
 CUTS = [

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.bits import same
 from torch import Tensor
 
 from aoquant.formats import COMPOSED, Random, Scales, get_operand, list_formats
@@ -67,13 +68,6 @@ def numbers(name: str) -> list[Tensor]:
     return found
 
 
-def bits(t: Tensor) -> Tensor:
-    """Bytes, every NaN as one."""
-    if t.is_floating_point() and t.element_size() > 1:
-        t = torch.where(t.isnan(), torch.nan, t)
-    return t.reshape(-1).view(torch.uint8)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format(name: str) -> None:
     want = numbers(name)
@@ -82,7 +76,7 @@ def test_every_format(name: str) -> None:
             got = numbers(name)
         assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want], dtype
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert torch.equal(bits(a), bits(b)), (dtype, i)
+            assert same(a, b), (dtype, i)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,4 +85,4 @@ def test_every_format_beside_another_default_device(name: str) -> None:
     with torch.device("meta"):
         got = numbers(name)
     for i, (a, b) in enumerate(zip(got, numbers(name), strict=True)):
-        assert a.device.type == "cpu" and torch.equal(bits(a), bits(b)), i
+        assert a.device.type == "cpu" and same(a, b), i

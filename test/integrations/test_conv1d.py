@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from support.bits import same_bytes
 from torch import nn
 from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -53,10 +54,6 @@ def gpt2(dtype: torch.dtype = torch.bfloat16) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 64, "n_positions": 32}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)).to(dtype)
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.reshape(-1).view(torch.uint8)
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -171,7 +168,7 @@ def test_a_checkpoint_on_disk_becomes_what_the_model_becomes(tmp_path: Path) -> 
     save_pretrained(model, tmp_path / "memory")
     disk, memory = (load_file(tmp_path / kind / "model.safetensors") for kind in ("disk", "memory"))
     assert disk.keys() == memory.keys()
-    assert all(t.dtype == memory[n].dtype and torch.equal(_bytes(t), _bytes(memory[n])) for n, t in disk.items())
+    assert all(same_bytes(t, memory[n]) for n, t in disk.items())
     assert torch.equal(load_pretrained(tmp_path / "disk")(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 

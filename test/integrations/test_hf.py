@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from support import forked
+from support.bits import same_bytes
 from support.checkpoint_configs import OURS, TORCHAO
 from support.models import IDS, llama, logits
 from torch import nn
@@ -82,11 +83,7 @@ def assert_same_bits(a: TorchAOBaseTensor, b: TorchAOBaseTensor) -> None:
     assert type(a) is type(b)
     assert a.dtype == b.dtype
     for name in a.tensor_data_names + getattr(a, "optional_tensor_data_names", []):
-        x, y = getattr(a, name), getattr(b, name)
-        assert (x is None) == (y is None), name
-        if x is not None:
-            assert (x.dtype, x.shape) == (y.dtype, y.shape), name
-            assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)), name
+        assert same_bytes(getattr(a, name), getattr(b, name)), name
 
 
 def edit(path: Path, change: Any) -> None:

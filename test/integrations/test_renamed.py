@@ -17,6 +17,7 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.bits import same_bytes
 from support.models import llama_config
 from torch import nn
 from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
@@ -142,15 +143,9 @@ def test_saved_loaded_and_converted(name: str, recipe: str, tmp_path: Path) -> N
     a, b, c = (load_file(folder / "model.safetensors") for folder in (saved, converted, again))
     assert a.keys() == b.keys() == c.keys()
     assert RENAMED.get(name, next(iter(a))) in a
-    assert all(same(a[n], b[n]) and same(a[n], c[n]) for n in a)
+    assert all(same_bytes(a[n], b[n]) and same_bytes(a[n], c[n]) for n in a)
     assert metadata_of(saved) == metadata_of(converted) == metadata_of(again)
     assert equal(aoquant.load_pretrained(converted, type(model)), model)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )
 
 
 def test_torchaos_own_reader_takes_what_is_written(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.held_cases import CONFIGS, EACH, INT8, LEARNED, QUICK, Model, adam, batches, layers, prepared, same, train
+from support.bits import same_bytes
+from support.held_cases import CONFIGS, EACH, INT8, LEARNED, QUICK, Model, adam, batches, layers, prepared, train
 from support.meters import saved
 from support.training_cases import steps
 from torch import distributed, nn
@@ -56,7 +57,7 @@ def test_casts_move_the_layer_and_leave_the_numbers(name: str) -> None:
     identities = {k: id(v) for k, v in model.named_parameters()}
     for cast in (lambda m: m.to(torch.float16), lambda m: m.float(), lambda m: m.to("cpu", torch.bfloat16)):
         cast(model)
-        assert all(same(model.state_dict()[k], v) for k, v in before.items())
+        assert all(same_bytes(model.state_dict()[k], v) for k, v in before.items())
     assert {k: id(v) for k, v in model.named_parameters()} == identities
     assert all(t.is_meta for t in copy.deepcopy(model).to("meta").state_dict().values())
 

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.held_cases import CONFIGS, EACH, INT8, Model, batches, prepared, same
+from support.bits import same_bytes
+from support.held_cases import CONFIGS, EACH, INT8, Model, batches, prepared
 from torch import Tensor, nn
 
 from aoquant import (
@@ -99,10 +100,10 @@ def test_a_second_calibration_replaces_the_first_in_place(name: str) -> None:
     for n, t in model.state_dict(keep_vars=True).items():
         if n in before:
             assert id(t) == before[n][0], "an optimizer holds it"
-            assert ("input" in n) != same(t, before[n][1]), n
+            assert ("input" in n) != same_bytes(t, before[n][1]), n
     calibrate(model, batches())
     for n, t in model.state_dict().items():
-        assert same(t, again.state_dict()[n]), n
+        assert same_bytes(t, again.state_dict()[n]), n
 
 
 def test_the_iterator_can_be_empty_only_if_no_input_scale_is_asked_for() -> None:

@@ -100,7 +100,3 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def layers(model: nn.Module) -> dict[str, QATLinear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, QATLinear)}
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.float(), b.float())
