@@ -30,6 +30,7 @@ from aoquant.linear.recipe import BACKWARD, LinearRecipe
 BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
 SOURCES = {"dgrad_weight": "forward"}  # default source of each cast; "original" for the casts that are not here
 METHODS = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
+MARGIN = 16  # largest of delayed factors, either way
 FPROP = ("fprop_input", "fprop_weight")
 PAIRS = {"dgrad": BACKWARD[:2], "wgrad": BACKWARD[2:]}
 
@@ -61,7 +62,8 @@ class HybridConfig(AOBaseConfig):
         "hp", the input itself.
     seed: of the random numbers of casts that draw.
     amax_history: steps that delayed scaling remembers, for TransformerEngine's fp8 per tensor; 0: scales of the step.
-    amax_select: "max" of them, or the "most_recent".
+    amax_select: "max" of them, or the "most_recent". amax_margin: bits that delayed factors leave above that maximum:
+        factors are smaller by 2^amax_margin.
 
     Example: `quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))`, then train, then `quantize_(model,
         QATConfig(step="convert"))`.
@@ -81,6 +83,7 @@ class HybridConfig(AOBaseConfig):
     seed: int = 0
     amax_history: int = 0
     amax_select: str = "max"
+    amax_margin: int = 0
 
     def __post_init__(self) -> None:
         for slot in (*FPROP, *BACKWARD):
@@ -101,6 +104,12 @@ class HybridConfig(AOBaseConfig):
             raise ValueError(
                 f"HybridConfig: amax_history is a number of steps, and amax_select one of {', '.join(SELECTS)}, got "
                 f"{steps!r} and {self.amax_select!r}"
+            )
+        margin = self.amax_margin
+        if isinstance(margin, bool) or not isinstance(margin, int) or abs(margin) > MARGIN or (margin and not steps):
+            raise ValueError(
+                f"HybridConfig: amax_margin is a number of bits, -{MARGIN} to {MARGIN}, for delayed scaling (amax_history of 1 or more "
+                f"steps), got {margin!r} and amax_history={steps}"
             )
         if reason := self._why_not():
             raise ValueError(f"HybridConfig: {reason}")
@@ -130,7 +139,10 @@ class HybridConfig(AOBaseConfig):
         """The arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
         operands = {slot: self.cast(slot).operand() for slot in BACKWARD}
         sources = {"weight_source": self.cast("dgrad_weight").source, "input_source": self.cast("wgrad_input").source}
-        return {**operands, **sources, "save": self.save, "history": self.amax_history, "select": self.amax_select}
+        return {**operands, **sources, "save": self.save, **self._delayed()}
+
+    def _delayed(self) -> dict[str, Any]:
+        return {"history": self.amax_history, "select": self.amax_select, "margin": self.amax_margin}
 
     def forward(self) -> dict[str, Operand | None]:
         """The operands of fprop that the config names, by slot."""

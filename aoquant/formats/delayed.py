@@ -3,7 +3,7 @@ before values are rounded.
 
     history[0] = amax of this step
     amax       = the largest of the history ("max"), or history[0] ("most_recent")
-    factor     = MAX / amax; the old factor where amax is 0, Inf or NaN, and at most the largest float32
+    factor     = (MAX / 2^margin) / amax; the old factor where amax is 0, Inf or NaN, and at most the largest float32
     history    = rolled by one, history[0] = 0
 
 A row of the history and a factor belong to one tensor: the input, the weight or the gradient of a layer. The first

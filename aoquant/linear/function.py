@@ -406,7 +406,7 @@ def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: Linea
     x, w, grad = recipe.fprop_input, recipe.fprop_weight, recipe.dgrad_grad_output
     assert amax is not None and x is not None and grad is not None
     found = reduced.largest(torch.cat((amax, ops.absmax(grad_MN))))
-    made = ops.advance(found, *state, x, w, grad, recipe.select)
+    made = ops.advance(found, *state, x, w, grad, recipe.select, recipe.margin)
     state.history.copy_(made.history)
     state.factor.copy_(made.factor)
 

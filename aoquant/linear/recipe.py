@@ -46,7 +46,7 @@ class LinearRecipe:
     transform: of both operands of fprop before they are rounded; None: the one that either of them has.
     weight_source, input_source: the source of dgrad's weight and of wgrad's input, "forward" or "original".
     history: steps whose absolute maxima delayed scaling remembers; 0: scales follow from what is encoded. select: which
-        of them counts, "max" or "most_recent".
+        of them counts, "max" or "most_recent". margin: bits that delayed factors leave above the largest value.
     save: what forward keeps, where there is a choice: "row" (codes of the input, as fprop made them, and the weight
         itself), "col" (what costs least of the sides that backward reads) or "hp" (no codes). `law.py` has the details.
 
@@ -70,6 +70,7 @@ class LinearRecipe:
     save: str = "row"
     history: int = 0
     select: str = "max"
+    margin: int = 0
     # Attributes, since a forward reads them: Dynamo guards on whatever it reads, and a property reads more.
     key: str = field(init=False, repr=False, compare=False)
     holds: bool = field(init=False, repr=False, compare=False)
@@ -95,6 +96,7 @@ class LinearRecipe:
         save: str = "row",
         history: int = 0,
         select: str = "max",
+        margin: int = 0,
     ) -> None:
         x, w = None if fprop_input is None else as_operand(fprop_input), as_operand(fprop_weight)
         if history and {input_scales or "dynamic", weight_scales or "dynamic"} <= {"dynamic", DELAYED}:
@@ -124,6 +126,7 @@ class LinearRecipe:
             "save": save,
             "history": history,
             "select": select,
+            "margin": margin,
             **{slot: f if f is None else as_operand(f) for slot, f in zip(BACKWARD, backward, strict=True)},
         }
         for name, value in values.items():
@@ -216,6 +219,7 @@ class LinearRecipe:
             save="row",
             history=0,
             select="max",
+            margin=0,
             weight_scales="dynamic",
             input_scales="dynamic" if self.input_scales in ("dynamic", DELAYED) else "static",
         )
@@ -287,7 +291,7 @@ class LinearRecipe:
         if self.save != "row":
             backward += f", weight from {self.weight_source}, input from {self.input_source}, saves {self.save}"
         if self.history:
-            backward += f", history of {self.history}, {self.select}"
+            backward += f", history of {self.history}, {self.select}{f', margin {self.margin}' if self.margin else ''}"
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"
 
 

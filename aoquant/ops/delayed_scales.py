@@ -23,9 +23,11 @@ def absmax(x: Tensor) -> Tensor:
 
 @op(lambda a: Delayed(torch.empty_like(a.amax.new_empty(a.history.shape)), torch.empty_like(a.factor)))
 def advance(
-    amax: Tensor, history: Tensor, factor: Tensor, x: Operand, w: Operand, grad: Operand, select: str
+    amax: Tensor, history: Tensor, factor: Tensor, x: Operand, w: Operand, grad: Operand, select: str, margin: int
 ) -> Delayed:
-    """The state after a step: of the tensors that are encoded as x, w and grad. amax: (3,), of all ranks."""
+    """The state after a step: of the tensors that are encoded as x, w and grad. amax: (3,), of all ranks. margin: bits
+    that factors leave above the largest value.
+    """
     formats: list[Any] = [o.format for o in (x, w, grad)]
-    largest = torch.stack([torch.full_like(amax[0], ELEMENTS[f.element].largest) for f in formats])
+    largest = torch.stack([torch.full_like(amax[0], ELEMENTS[f.element].largest * 2.0**-margin) for f in formats])
     return delayed.advanced(Delayed(history, factor), amax, largest, select)

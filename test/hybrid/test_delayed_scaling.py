@@ -80,6 +80,34 @@ def test_a_layer_encodes_by_the_factors_of_earlier_steps(steps: int, select: str
             a.append(float(t.abs().max()))
 
 
+@pytest.mark.parametrize("margin", [2, -1])
+def test_a_margin_makes_factors_smaller(margin: int) -> None:
+    """TransformerEngine's scale: (largest / amax) / 2^margin; what a margin below 0 pushes out of range saturates."""
+    linear, (x, g) = layer(config(16).replaced(amax_margin=margin)), data()
+    step(linear, x, g)
+    amaxes = [float(t.abs().max()) for t in (x, linear.weight.detach(), g)]
+    factors = [
+        float(np.float32(limit) / np.float32(a) / np.float32(2.0**margin))
+        for limit, a in zip((448.0, 448.0, 57344.0), amaxes, strict=True)
+    ]
+    assert linear.amax_factor.tolist() == factors
+    x_hat, w_hat = (
+        get_format(E4M3).decode(get_format(E4M3).encode(t, Scales(torch.full((1, 1), f))), torch.float32)
+        for t, f in zip((x, linear.weight.detach()), factors[:2], strict=True)
+    )
+    y, got = x_hat @ w_hat.t() + linear.bias.detach().float(), linear(x)
+    assert (got.float() - y).square().sum() / y.square().sum() < 1e-5, "bf16 rounds once"
+    model = nn.ModuleDict({"layer": linear})
+    quantize_(model, QATConfig(PackedWeightConfig(E4M3, E4M3), step="convert"))
+    assert torch.equal(model["layer"](x), got), "prepared equals converted"
+
+
+@pytest.mark.parametrize(("steps", "margin"), [(16, 17), (16, -17), (16, 1.0), (16, True), (0, 2)])
+def test_margins_refused(steps: int, margin: Any) -> None:
+    with pytest.raises(ValueError, match="amax_margin is a number of bits, -16 to 16, for delayed scaling"):
+        config(steps).replaced(amax_margin=margin)
+
+
 def test_layers_wake_up_from_the_output_unless_a_large_loss_wakes_them() -> None:
     """As in TransformerEngine: a factor stays 1 while the maximum is 0."""
 
