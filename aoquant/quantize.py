@@ -34,10 +34,10 @@ from aoquant.linear.learned_scales import not_positive
 from aoquant.linear.packed import PackedLinear, adopt, described
 from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
 from aoquant.linear.tensor import PackedTensor
-from aoquant.planning import coverage, fused, half
+from aoquant.planning import adapters, coverage, fused, half
 from aoquant.planning.changes import Change
-from aoquant.planning.choose import Filter, is_asked
-from aoquant.planning.plan import Plan, plan
+from aoquant.planning.choose import Filter, each, is_asked
+from aoquant.planning.plan import Plan, ours, plan
 from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
@@ -94,29 +94,36 @@ def quantize_(
     if filter_fn is not None:
         _check_filter(filter_fn)
     fsdp.reshard(model)
-    planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
-    _warn(
-        f"{recipe!r} alone packs the weights now, without training, and its backward is not used: to train, give "
-        f"QATConfig({recipe!r}, step='prepare'); to pack them, get_recipe({recipe!r}).make(), which does not warn"
-        for recipe in trained(config)
-    )
-    problem = _what_stays_float(model, planned, strict)
-    steps = {c.step for c in (*planned.layers, *planned.experts)}
-    lost = _what_is_missing(model, config, filter_fn) if "convert" in steps else None
-    if strict and lost is not None:
-        raise ValueError(f"strict: {lost}. The model is unchanged")
-    scales = not_positive(model) if any(c.step == "convert" for c in planned.layers) else None
-    new = [c.module for c in planned.layers if c.step == "prepare" and not isinstance(c.module, QATLayer)]
-    _carry_out(model, planned, device, undo)
-    for change in planned.layers:
-        _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
-    _remember(planned)
-    said = _missing_kernels(planned, device)
-    fast_path.sync(model)
-    if "convert" in steps:
-        replaced.forget(model)
-    replaced.record(model)
-    direct_reads.watch(model, new)
+    asked = named(config)
+    prepares = {getattr(ours(c), "step", None) for c in each(asked)} == {"prepare"}
+    with adapters.taken_off(model, prepares=prepares) as taken:
+        planned = plan(model, asked, filter_fn, skip_incompatible=skip_incompatible, taken=taken)
+        _warn(
+            f"{recipe!r} alone packs the weights now, without training, and its backward is not used: to train, give "
+            f"QATConfig({recipe!r}, step='prepare'); to pack them, get_recipe({recipe!r}).make(), which does not warn"
+            for recipe in trained(config)
+        )
+        problem = _what_stays_float(model, planned, strict)
+        steps = {c.step for c in (*planned.layers, *planned.experts)}
+        lost = _what_is_missing(model, config, filter_fn) if "convert" in steps else None
+        if strict and lost is not None:
+            raise ValueError(f"strict: {lost}. The model is unchanged")
+        scales = not_positive(model) if any(c.step == "convert" for c in planned.layers) else None
+        new = [c.module for c in planned.layers if c.step == "prepare" and not isinstance(c.module, QATLayer)]
+        planned = _as_before_adapters(model, planned, taken)
+        _carry_out(model, planned, device, undo)
+        for change in planned.layers:
+            _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
+        _remember(planned)
+        said = _missing_kernels(planned, device)
+        fast_path.sync(model)
+        if "convert" in steps:
+            replaced.forget(model)
+        replaced.record(model)
+        direct_reads.watch(model, new)
+    if device is not None:
+        model.to(device)
+    adapters.adopt(model, (*planned.layers, *planned.experts), taken)
     if steps != {"convert"} and problem is not None:
         said.append(f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead")
     if lost is not None:
@@ -127,6 +134,17 @@ def quantize_(
         reasons = "\n  ".join(planned.skipped.values())
         said.append(f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}")
     _warn(said)
+
+
+def _as_before_adapters(model: nn.Module, planned: Plan, taken: Collection[int]) -> Plan:
+    """The plan with the names that layers had before adapters were added."""
+    if not taken:
+        return planned
+    layers, experts = (
+        [dataclasses.replace(c, fqn=adapters.plain_names(model, c.fqn)) for c in changes]
+        for changes in (planned.layers, planned.experts)
+    )
+    return dataclasses.replace(planned, layers=layers, experts=experts)
 
 
 def _warn(said: Iterable[str]) -> None:
@@ -233,8 +251,6 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
                 "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
             )
         raise
-    if device is not None:
-        model.to(device)
 
 
 def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | None) -> None:

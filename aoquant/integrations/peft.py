@@ -1,14 +1,14 @@
 """LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model` (docs/peft.md).
 
 peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see
-`_register.py`). Prepare or quantise first, then add adapters; the other order is refused. Injecting adapters also gives
-packed layers of torchao's an input gradient (`peft_gradients.py`).
+`_register.py`). Prepare or quantise first, then add adapters; or prepare beneath adapters (`peft_first.py`), while
+quantising there is refused. Injecting adapters also gives packed layers of torchao's an input gradient
+(`peft_gradients.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -18,22 +18,24 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from aoquant._messages import AoquantWarning
 from aoquant.distributed.gathered import GatheredWeight
-from aoquant.integrations import peft_gradients
+from aoquant.integrations import peft_first, peft_gradients
+from aoquant.integrations.peft_first import tell_frozen
 from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
 from aoquant.linear.kinds import is_packed, kind_of
 from aoquant.linear.learned_scales import learned_scales
 from aoquant.linear.prepared import PreparedModule, QATLayer, QATLinear
+from aoquant.planning import adapters
 from aoquant.quantize import config_of
 
 __all__ = ["PackedLoraLinear", "QATLoraLinear", "QATParamWrapper", "dispatch", "install"]
 
 
 def install(module: ModuleType) -> None:
-    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`, and checks around every tuner's
-    injection.
+    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`, checks around every tuner's
+    injection, and `peft_first` where `quantize_` meets adapters.
     """
+    adapters.supports[:] = [peft_first]
     before: Callable[..., nn.Module | None] = module.dispatch_torchao
 
     def dispatch_torchao(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
@@ -48,13 +50,7 @@ def install(module: ModuleType) -> None:
         with _only_lora(tuner), _named(model):
             inject(tuner, model, *args, **kwargs)
         peft_gradients.mend(model)
-        if frozen := [name for name, scale in learned.items() if not scale.requires_grad]:
-            warnings.warn(
-                f"peft froze {len(frozen)} learned scales ({frozen[0]}, ...), as all that is no adapter: they keep their values; to train "
-                "them too, call requires_grad_(True) on them, and keep the base's state_dict, as peft saves adapters alone",
-                AoquantWarning,
-                stacklevel=2,
-            )
+        tell_frozen([name for name, scale in learned.items() if not scale.requires_grad], stacklevel=3)
 
     BaseTuner.inject_adapter = inject_adapter
     wrap = AuxiliaryTrainingWrapper.__init__

@@ -29,6 +29,8 @@ from aoquant.planning.plan import plan_layer
 from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value
 
+KEEP_BASE = (True, False, "gaussian", "orthogonal")  # values of init_lora_weights that leave the base weight alone
+
 
 class _Merging:
     """Round W + s B A once, however many adapters are merged, and unmerge exactly. Stands before peft's class.
@@ -98,20 +100,23 @@ class _LoraLinear(_Merging, Linear):
     refused: tuple[str, ...] = ("lora_bias", "fan_in_fan_out", "use_qalora")
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        self.check_start(config.init_lora_weights)
-        for option in self.refused:
-            if getattr(config, option):
-                raise ValueError(
-                    f"{self.label}: LoraConfig({option}=...) has no exact meaning on {self.base}: leave it out"
-                )
-        if self.resolve_lora_variant(config=config) is not None:
-            raise ValueError(
-                f"{self.label}: variants of LoRA, such as DoRA, are not supported on {self.base}: use plain LoRA"
-            )
+        if (reason := self.why_not(config)) is not None:
+            raise ValueError(f"{self.label}: {reason}")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
-    def check_start(self, how: Any) -> None:
-        """Raise ValueError for an init_lora_weights that changes the base weight."""
+    def why_not(self, config: Any) -> str | None:
+        """Return why an option of `config` cannot be had here, and what to do; None when all can."""
+        if (reason := self.bad_start(config.init_lora_weights)) is not None:
+            return reason
+        for option in self.refused:
+            if getattr(config, option):
+                return f"LoraConfig({option}=...) has no exact meaning on {self.base}: leave it out"
+        if self.resolve_lora_variant(config=config) is not None:
+            return f"variants of LoRA, such as DoRA, are not supported on {self.base}: use plain LoRA"
+        return None
+
+    def bad_start(self, how: Any) -> str | None:
+        """Return why an init_lora_weights, which changes the base weight, cannot be had; None when it can."""
         raise NotImplementedError
 
     @property
@@ -138,12 +143,13 @@ class PackedLoraLinear(_LoraLinear):
 
     base = "a packed weight"
 
-    def check_start(self, how: Any) -> None:
-        if how not in (True, False, "gaussian", "orthogonal"):
-            raise ValueError(
-                f"{self.label}: init_lora_weights={how!r} changes the base weight, and codes are fixed: use True, "
-                "False, 'gaussian' or 'orthogonal', or put the adapter on the prepared layer"
-            )
+    def bad_start(self, how: Any) -> str | None:
+        if how in KEEP_BASE:
+            return None
+        return (
+            f"init_lora_weights={how!r} changes the base weight, and codes are fixed: use True, "
+            "False, 'gaussian' or 'orthogonal', or put the adapter on the prepared layer"
+        )
 
     def sum_with(self, adapters: list[str]) -> Tensor:
         return self.merged_weight(weight_value(self.get_base_layer()), adapters)
@@ -172,12 +178,13 @@ class QATLoraLinear(_LoraLinear):
     # replicated layers share a weight, which merges the adapters of all of them
     refused = (*_LoraLinear.refused, "lora_dropout", "layer_replication")
 
-    def check_start(self, how: Any) -> None:
-        if how == "loftq":
-            raise ValueError(
-                f"{self.label}: init_lora_weights='loftq' replaces the base weight by NF4's values, and this layer has a format of its own: use "
-                "True, 'gaussian' or 'pissa'"
-            )
+    def bad_start(self, how: Any) -> str | None:
+        if how != "loftq":
+            return None
+        return (
+            "init_lora_weights='loftq' replaces the base weight by NF4's values, and this layer has a format of its own: use "
+            "True, 'gaussian' or 'pissa'"
+        )
 
     def prepared_base(self) -> QATLinear:
         """Return the base layer, which convert or unprepare may have swapped."""

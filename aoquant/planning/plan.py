@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from aoquant.linear.kinds import kind_of
 from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
-from aoquant.planning import owners, stack_changes
+from aoquant.planning import adapters, owners, stack_changes
 from aoquant.planning import tied as sharing
 from aoquant.planning.changes import Change, Chosen
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
@@ -56,10 +58,18 @@ class Plan:
     experts: list[Change] = field(default_factory=list)
 
 
-def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
+def plan(
+    model: nn.Module,
+    config: Any,
+    filter_fn: Filter | None,
+    *,
+    skip_incompatible: bool = False,
+    taken: Mapping[int, list[Any]] = MappingProxyType({}),
+) -> Plan:
     """The change of every layer, checked.
 
     skip_incompatible: leave out layers that cannot take their config, instead of raising.
+    taken: adapters that are taken off, by the ids of their layers.
 
     Raises:
         ValueError: naming each layer that cannot take its config, or saying that there is nothing to do.
@@ -82,7 +92,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     skipped = _left_out(changes, refused, choice) | refused_stacks if skip_incompatible else {}
     changes = [c for c in changes if c.fqn not in skipped]
     problems = [] if skip_incompatible else [*refused.values(), *refused_stacks.values()]
-    problems += [f"{c.fqn}: {p}" for c in changes if (p := sharing.adapter_problem(model, c.module, c.fqn, c.step))]
+    problems += adapters.problems(model, [*changes, *stacks], taken)
     problems += sharing.problems(model, {id(c.module): c.target.recipe for c in changes})
     problems += _tied_scales(changes)
     if problems:
@@ -107,8 +117,6 @@ def _checked(model: nn.Module, chosen: list[Chosen]) -> tuple[list[Change], dict
         try:
             has_gemm = sharing.identity(c.weight) in gemms
             change = _change(c, has_gemm=has_gemm, dtype=dtypes.get(id(c.weight)))
-            if change is not None and change.layer is None:
-                _refuse(sharing.adapter_problem(model, c.module, c.fqn, change.step))
         except ValueError as error:
             refused[c.fqn] = f"{_label(c)}: {error}"
             continue
@@ -133,7 +141,7 @@ def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
         c.fqn
         for c in choice.layers
         if getattr(ours(c.config), "step", None) != "convert"
-        and sharing.adapter_problem(model, c.module, c.fqn, "prepare")
+        and adapters.adapter_problem(model, c.module, c.fqn, "prepare")
     ]
     if adapted:
         raise ValueError(

@@ -71,21 +71,3 @@ def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
 def _names(sharers: list[tuple[str, nn.Module]], chosen: dict[int, LinearRecipe], wanted: bool) -> str:
     """The modules among `sharers` that are chosen, or not."""
     return ", ".join(u.removesuffix(".weight") for u, m in sharers if (id(m) in chosen) == wanted)
-
-
-def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, step: str) -> str | None:
-    """Why a layer under an adapter (peft's tuner layers: `base_layer`, `merged`) cannot be quantised now; None when
-    it can.
-
-    The adapter itself is never quantised; its base is before the adapter is put on, or once it is merged.
-    """
-    parts = fqn.partition(", ")[0].split(".")
-    for i in range(len(parts)):
-        parent = model.get_submodule(".".join(parts[:i]))
-        if parent is module or not (hasattr(parent, "base_layer") and hasattr(parent, "merged")):
-            continue
-        if step != "convert":
-            return "is part of an adapted layer: quantise or prepare the model first, and add adapters to it then"
-        if not parent.merged:
-            return "its adapter is not merged, and training computed the merged weight: call merge_and_unload() first"
-    return None

@@ -162,6 +162,22 @@ def test_adapters_of_experts_merge_and_convert_bit_equal(family: str, autocast: 
         assert torch.equal(merged(input_ids=IDS).logits, wanted)
 
 
+def test_experts_beneath_adapters_are_what_they_are_first() -> None:
+    want = model_of("mixtral")
+    got = model_of("mixtral")
+    got.load_state_dict(want.state_dict())
+    quantize_(want, QATConfig("int4-g32-experts"))
+    want, got = adapted(want, PARAMETERS), adapted(got, PARAMETERS)
+    quantize_(got, QATConfig("int4-g32-experts"))
+    assert [type(m) for m in got.modules()] == [type(m) for m in want.modules()]
+    with torch.no_grad():
+        y = want(input_ids=IDS).logits
+        assert torch.equal(got(input_ids=IDS).logits, y)
+        merged = got.merge_and_unload()
+        quantize_(merged, QATConfig(step="convert"))
+        assert torch.equal(merged(input_ids=IDS).logits, y)
+
+
 def test_adapters_of_packed_experts_are_refused_by_name() -> None:
     model = model_of("mixtral")
     quantize_(model, "int4-g32-experts")

@@ -16,7 +16,7 @@ from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 from aoquant import Int4WeightConfig, Int8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_, verify
 from aoquant.linear.embedding import QATEmbedding
 from aoquant.linear.prepared import QATLinear
-from aoquant.planning.tied import adapter_problem
+from aoquant.planning.adapters import adapter_problem
 
 CONFIGS = {
     "aoquant": Int4WeightConfig(32),

@@ -1,0 +1,132 @@
+"""Adapters, such as peft's, on a model that is prepared, converted or quantised.
+
+An adapter itself is never quantised. While the layers beneath adapters are prepared, the adapters are taken off, so
+that every layer is chosen, and sees its siblings, as in a model without any; then they are put back and made adapters
+of prepared layers. That is the business of the library's integration, which puts itself into `supports`, because
+planning imports no such library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from aoquant.planning.changes import Change
+
+Taken = dict[int, list[Any]]  # by the id of a layer: the adapters on it, from the outermost
+
+
+class Support(Protocol):
+    """What the integration of a library of adapters does."""
+
+    def why_not(self, model: nn.Module, change: Change, on: list[Any]) -> str | None:
+        """Return why a layer cannot be prepared beneath the adapters `on` it, and what to do; None when it can."""
+
+    def adopt(self, model: nn.Module, adapted: Iterable[list[Any]]) -> None:
+        """Make adapters, layer by layer, what they are when they are added to a prepared model."""
+
+
+supports: list[Support] = []  # one, once its library is imported
+
+
+def is_adapter(module: Any) -> bool:
+    """Return whether a module wraps a layer as peft's tuner layers do."""
+    return isinstance(module, nn.Module) and hasattr(module, "base_layer") and hasattr(module, "merged")
+
+
+@contextmanager
+def taken_off(model: nn.Module, *, prepares: bool) -> Iterator[Taken]:
+    """Let layers stand where adapters on them stand in `model`, until the block ends.
+
+    prepares: whether each layer is to be prepared; other steps find the adapters in their places.
+    """
+    places: list[tuple[nn.Module, str, Any]] = [
+        (parent, name, child)
+        for parent in model.modules()
+        if prepares and supports and not is_adapter(parent)
+        for name, child in parent._modules.items()
+        if is_adapter(child)
+    ]
+    stacks = [_adapters_from(child) for _, _, child in places]
+    layers = [on[-1].base_layer for on in stacks]
+    taken = {id(layer): on for layer, on in zip(layers, stacks, strict=True)}
+    try:
+        for layer, (parent, name, _) in zip(layers, places, strict=True):
+            parent._modules[name] = layer
+        yield taken
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
+
+
+def _adapters_from(outermost: Any) -> list[Any]:
+    on = [outermost]
+    while is_adapter(on[-1].base_layer):
+        on.append(on[-1].base_layer)
+    return on
+
+
+def problems(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[Any]]) -> list[str]:
+    """Why layers cannot be changed beneath their adapters: those that are `taken` off, and those in their places."""
+    found = []
+    for c in changes:
+        on = taken.get(id(c.module))
+        reason = adapter_problem(model, c.module, c.fqn, c.step) if on is None else _why_not(model, c, on)
+        if reason is not None:
+            found.append(f"{c.fqn}: {reason}")
+    return found
+
+
+def _why_not(model: nn.Module, change: Change, on: list[Any]) -> str | None:
+    return next((reason for s in supports if (reason := s.why_not(model, change, on))), None)
+
+
+def adopt(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[Any]]) -> None:
+    """Make the adapters on layers that are prepared now what they are when they are added to a prepared model."""
+    adapted = {id(c.module): taken[id(c.module)] for c in changes if id(c.module) in taken}
+    for support in supports if taken else ():
+        support.adopt(model, adapted.values())
+
+
+def plain_names(model: nn.Module, names: str) -> str:
+    """The names of a layer in `model`, joined by ", ", as they were before peft wrapped it: random numbers depend on
+    them.
+    """
+    return ", ".join(_plain_name(model, name) for name in names.split(", "))
+
+
+def _plain_name(model: Any, fqn: str) -> str:
+    """Leave out what peft's model puts in front, and the copies of `modules_to_save`."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    module, plain, parts = model, list[str](), fqn.split(".") if fqn else []
+    while parts:
+        part = parts.pop(0)
+        copied = hasattr(module, "original_module") and hasattr(module, "modules_to_save")
+        module = getattr(module, part)  # the last part may name a stacked parameter
+        if copied and part == "modules_to_save":
+            module = module.get_submodule(parts.pop(0))
+        elif not (copied and part == "original_module"):
+            plain.append(part)
+        if module is base:
+            plain.clear()
+    return ".".join(plain)
+
+
+def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, step: str) -> str | None:
+    """Why a layer under an adapter cannot be quantised now; None when it can.
+
+    The adapter itself is never quantised; its base is before the adapter is put on, or once it is merged.
+    """
+    parts = fqn.partition(", ")[0].split(".")
+    for i in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:i]))
+        if parent is module or not is_adapter(parent):
+            continue
+        if step != "convert":
+            return "is part of an adapted layer: quantise or prepare the model first, and add adapters to it then"
+        if not parent.merged:
+            return "its adapter is not merged, and training computed the merged weight: call merge_and_unload() first"
+    return None
