@@ -260,9 +260,10 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
         codes = torch.arange(-8.0, 8.0)
     elif isinstance(fmt, Affine):
         codes = torch.arange(fmt.limits[0], fmt.limits[1] + 1).double()
-    elif fmt.bits == 4:
+    elif fmt.element == "e2m1":
         codes = from_e2m1(torch.arange(16, dtype=torch.uint8))
     else:
+        assert fmt.element in FLOAT8, f"{fmt.name}: say here which values its codes stand for"
         codes = torch.arange(256).to(torch.uint8).view(FLOAT8[fmt.element]).float()  # type: ignore[attr-defined]
         codes = codes[codes.isfinite()]
     codes = codes.double()
