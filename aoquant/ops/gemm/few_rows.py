@@ -3,7 +3,7 @@ on.
 
 Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode",
 kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above
-CUDA_ROWS and TRITON_ROWS rows of x it is cheaper to decode W once and to leave the GEMM to `matmul.py`.
+CUDA_ROWS and TRITON_ROWS rows of x it is cheaper to decode W once and to leave the GEMM to `triton/matmul.py`.
 
 Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there
 are; between two ranges, and between backends, the order of additions differs. A prepared layer asks for the same (M, N,
