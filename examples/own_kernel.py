@@ -17,7 +17,9 @@ from aoquant import ops, quantize_
 
 
 def why_not(request: ops.Request) -> str | None:
-    """A request has contract, x_format (None: not quantised), w_format, device, dtype, m, n and k."""
+    """A request has contract, x_format (None: not quantised; behind a transform `HighPrecision()`), w_format, device,
+    dtype, m, n, k and scale_dtype.
+    """
     if request.contract != "aoquant" or request.x_format is not None or request.w_format.name != "int8-row":
         return "multiplies int8-row weights by inputs in high precision"
     return None if request.device.type == "cpu" else "runs on a CPU"

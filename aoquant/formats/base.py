@@ -35,8 +35,8 @@ class Encoded(NamedTuple):
     """A quantised (R, K) matrix.
 
     codes: packed codes, (R, bytes of K codes), uint8, int8 or a float8 dtype.
-    scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G); float32, the input's dtype, float8_e4m3fn or
-        float8_e8m0fnu as the format says; or None.
+    scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G), in the dtype that the format says: float32, the input's,
+        float16, bfloat16, float8_e4m3fn or float8_e8m0fnu; or None.
     zero:  like scale: the integer zero point (int8) or the value of code 0 (int4, scale's dtype); or None.
     outer: (1, 1) or (R, 1) float32, multiplies the accumulator; or None.
     k:     K, the unpacked width.
@@ -379,7 +379,7 @@ class Format:
         raise NotImplementedError
 
     def floored(self, e: Encoded) -> Tensor:
-        """Bool, scale-shaped: blocks that hold non-zero data under the smallest scale of the format."""
+        """Bool, scale-shaped: blocks whose scale is the smallest that the format stores, those of zeros among them."""
         raise NotImplementedError
 
     def planned(self, w_RK: Tensor) -> Encoded:

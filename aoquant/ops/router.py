@@ -111,7 +111,7 @@ class Backend:
     """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people.
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
-    reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
+    reads_codes: whether a GEMM takes W's codes and scales, and decodes them inside: `explain` shows no step for it.
     multiply: (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N), the bits of `run` without a bias, for a GEMM that
     needs no codes of either; x and w may lie in memory as their transposes do. Or None.
     bind: (request, W) -> the product alone, (x (M, K) as the contract reads it, alpha_x, bias) -> y (M, N) with the

@@ -137,7 +137,7 @@ def versions() -> list[tuple[str, str]]:
     rows.append(("CUDA kernels", native.why_not() or "built"))
     rows.append(("CPU kernels", native_cpu.why_not() or f"built; run by {native_cpu.level()}"))
     if not torch.cuda.is_available():
-        return [*rows, ("GPU", "none that torch can use; everything runs on the CPU by the reference backend")]
+        return [*rows, ("GPU", "none that torch can use; everything runs on the CPU")]
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         rows.append((f"GPU {i}", f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB"))
