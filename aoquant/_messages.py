@@ -1,4 +1,4 @@
-"""What a user is told: warnings, refusals of wrong arguments, lists of layers, progress on a terminal."""
+"""Tell a user: warnings, refusals of wrong arguments, lists of layers, progress on a terminal."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _refuse(problems: dict[str, str]) -> None:
 
 
 def _is_sharded(layer: QATLinear) -> bool:
-    """Whether what the layer holds is made of a whole weight, and the weight is not whole."""
+    """Return whether what the layer holds is made of a whole weight, and the weight is not whole."""
     recipe = layer.prepared.recipe
     tensors = (*layer._parameters.values(), *layer._buffers.values())
     return (recipe.weight_scales != "dynamic" or recipe.fitted) and any(isinstance(t, DTensor) for t in tensors)

@@ -116,12 +116,14 @@ class HybridConfig(AOBaseConfig):
 
     @classmethod
     def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> HybridConfig:
-        """One format for both operands of fprop, another for those of dgrad and wgrad. options: further fields."""
+        """Return one format for both operands of fprop, another for those of dgrad and wgrad. options: further
+        fields.
+        """
         return cls(fprop_input=fwd, fprop_weight=fwd, **dict.fromkeys(BACKWARD, bwd), **options)
 
     @classmethod
     def bwd(cls, bwd: str | None, **options: Any) -> HybridConfig:
-        """One format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
+        """Return one format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
         backward=HybridConfig.bwd("te-nvfp4"))`.
         """
         return cls(**dict.fromkeys(BACKWARD, bwd), **options)
@@ -132,7 +134,7 @@ class HybridConfig(AOBaseConfig):
         return found
 
     def has_base(self, slot: str) -> bool:
-        """Whether an operand of fprop is what the base says."""
+        """Return whether an operand of fprop is what the base says."""
         return slot.startswith("fprop") and self.cast(slot).format == BASE
 
     def slots(self) -> dict[str, Any]:
@@ -166,7 +168,9 @@ class HybridConfig(AOBaseConfig):
         return self._why_not_recipe()
 
     def _why_not_recipe(self) -> str | None:
-        """Why no recipe has these casts; None when one has, or when fprop is left to a base, which decides it."""
+        """Return why no recipe has these casts; None when one has, or when fprop is left to a base, which
+        decides it.
+        """
         named = self.forward()
         if self.amax_history:  # whose base has the operands of backward
             for slot, same in (("fprop_input", "wgrad_input"), ("fprop_weight", "dgrad_weight")):

@@ -116,7 +116,7 @@ def quantized_model_init(
 
 
 def _why_not(layer: QATLinear) -> str | None:
-    """Why a prepared layer cannot multiply the codes of a master; None when it can."""
+    """Return why a prepared layer cannot multiply the codes of a master; None when it can."""
     weight = layer.weight
     if isinstance(weight, GatheredWeight):
         return "an earlier call packed its weight: give one call all configs, as FqnToConfig"

@@ -168,7 +168,9 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
 
 
 def _is_state(owner: nn.Module, name: str) -> bool:
-    """Whether a tensor of a prepared module belongs to training alone: held scales and the states of random numbers."""
+    """Return whether a tensor of a prepared module belongs to training alone: held scales and the states of random
+    numbers.
+    """
     return not isinstance(owner, QATExperts) or name in owner.states()
 
 

@@ -144,8 +144,8 @@ def foreseen(recipes: Sequence[LinearRecipe], engine: str | None, gpu: str | Non
 
 
 def refused(recipe: LinearRecipe, engine: str, *, experts: bool = False) -> list[str]:
-    """Why layers that train `recipe` could not be exported to `engine`, by export's own checks; empty where they can,
-    or where the libraries of export are missing. experts: advice is for experts.
+    """Return why layers that train `recipe` could not be exported to `engine`, by export's own checks; empty where they
+    can, or where the libraries of export are missing. experts: advice is for experts.
     """
     if engine not in REFUSALS:  # llama.cpp's types are among the differences
         return []
@@ -158,7 +158,7 @@ def refused(recipe: LinearRecipe, engine: str, *, experts: bool = False) -> list
 
 
 def note(recipe: LinearRecipe) -> str:
-    """What the GPU changes when vLLM serves the recipe's format; "" for nothing that is known."""
+    """Return what the GPU changes when vLLM serves the recipe's format; "" for nothing that is known."""
     weight = recipe.fprop_weight.name
     if weight.startswith("nvfp4"):
         return "vLLM: on Hopper activations stay in bfloat16; on Blackwell they are quantised where the recipe does"

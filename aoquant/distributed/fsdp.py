@@ -72,8 +72,8 @@ def sharded_parameters(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run together, or
-    not at all.
+    """Return whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run
+    together, or not at all.
     """
     wrappers = (FSDPModule, FullyShardedDataParallel)
     return any(isinstance(m, wrappers) for m in model.modules()) or any(
@@ -82,13 +82,13 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether FSDP shards the parameters of `module`, here or from above."""
+    """Return whether FSDP shards the parameters of `module`, here or from above."""
     return getattr(module, "_is_fsdp_managed_module", False) and isinstance(getattr(module, "weight", None), DTensor)
 
 
 def is_flattened(module: nn.Module) -> bool:
-    """Whether FSDP1 holds the parameters of `module`, as parts of one long vector: its weight is a view that comes and
-    goes.
+    """Return whether FSDP1 holds the parameters of `module`, as parts of one long vector: its weight is a view that
+    comes and goes.
     """
     if isinstance(module, FSDPModule) or not hasattr(module, "_fsdp_use_orig_params"):
         return False

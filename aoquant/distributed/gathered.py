@@ -102,7 +102,7 @@ class Layout:
         return [_joined(buffers_RL, field) for field in self.fields if field is not None]
 
     def encoded(self, tensors: Sequence[Tensor]) -> Encoded:
-        """What `read` gave, as one."""
+        """Return what `read` gave, as one."""
         given = iter(tensors)
         codes, scale, zero, outer = (None if field is None else next(given) for field in self.fields)
         assert codes is not None

@@ -51,7 +51,7 @@ Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None, S
 
 
 def is_sharded(*tensors: Tensor) -> bool:
-    """Whether any of them is a DTensor."""
+    """Return whether any of them is a DTensor."""
     for t in tensors:  # noqa: SIM110 - every forward asks, and a generator is a call for each tensor
         if isinstance(t, DTensor):
             return True
@@ -123,8 +123,8 @@ def scales(
 
 @torch.no_grad()
 def all_finite(w: Tensor) -> bool:
-    """Whether no value of `w` is NaN or Inf, in any rank's shard: every rank gets one answer (DTensor's own `all` gives
-    each its own).
+    """Return whether no value of `w` is NaN or Inf, in any rank's shard: every rank gets one answer (DTensor's own
+    `all` gives each its own).
     """
     if not isinstance(w, DTensor):
         return bool(_finite(w))
@@ -135,8 +135,8 @@ def all_finite(w: Tensor) -> bool:
 
 
 def _finite(w: Tensor) -> Tensor:
-    """Whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry NaN and
-    Inf.
+    """Return whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry
+    NaN and Inf.
     """
     if not w.numel():
         return w.new_ones((), dtype=torch.bool)
@@ -145,7 +145,8 @@ def _finite(w: Tensor) -> Tensor:
 
 
 def why_not(w: Tensor, operands: Sequence[Operand | None], unit: int = 1) -> str | None:
-    """Why a weight (N, K) cannot be encoded shard by shard, from shapes alone; None when it can, and for plain tensors.
+    """Return why a weight (N, K) cannot be encoded shard by shard, from shapes alone; None when it can, and for plain
+    tensors.
 
     unit: of values along K that may not be cut either.
     """
@@ -242,7 +243,7 @@ def _placed(t: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 
 
 def _is_cut(placement: Placement, dim: int | None = None) -> bool:
-    """Whether a placement cuts a tensor, along `dim` if given; FSDP's strided shards do, and are no `Shard`."""
+    """Return whether a placement cuts a tensor, along `dim` if given; FSDP's strided shards do, and are no `Shard`."""
     cut = getattr(placement, "dim", None)
     return cut is not None and dim in (None, cut)
 

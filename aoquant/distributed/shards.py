@@ -84,7 +84,7 @@ class Shards(NamedTuple):
         return Parts(_part(self.n, self.m), _part(self.k, self.m))
 
     def why_not(self, recipe: Backward) -> str | None:
-        """Why these parts cannot be encoded one by one; None when they can."""
+        """Return why these parts cannot be encoded one by one; None when they can."""
         operands = (
             (recipe.dgrad_grad_output, self.m, self.n),
             (recipe.dgrad_weight, self.k, self.n),
@@ -140,7 +140,7 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
 
 
 def _part_size(t: DTensor, dim: int) -> int:
-    """What the first rank has of a dimension: the others begin at multiples of it."""
+    """Return what the first rank has of a dimension: the others begin at multiples of it."""
     size = t.shape[dim]
     for i, p in enumerate(t.placements):
         if getattr(p, "dim", None) == dim:

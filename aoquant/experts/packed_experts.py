@@ -75,7 +75,7 @@ class PackedExperts(PackedTensor):
         self.transposed = transposed
 
     def expert(self, index: int) -> PackedTensor:
-        """One expert (N, K): views of its codes and scales."""
+        """Return one expert (N, K): views of its codes and scales."""
         return self._like(PackedTensor, [None if t is None else t[index] for t in self._parts()], None, None)
 
     @property
@@ -154,7 +154,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 @PackedTensor.implements([aten.unsqueeze.default])
 def _unsqueeze(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedExperts:
-    """One weight (N, K) as a stack of one expert, views: vLLM's loader gives experts so."""
+    """Return one weight (N, K) as a stack of one expert, views: vLLM's loader gives experts so."""
     packed, dim = args
     if dim != 0 or packed.act_pre_scale is not None:
         raise ValueError(f"{packed!r}: becomes a stack of one expert, unsqueeze(0), where it has no fitted transform")

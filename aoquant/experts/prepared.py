@@ -100,7 +100,7 @@ class QATExperts(PreparedModule):
 
     @torch.no_grad()
     def encode_expert(self, name: str, expert: int, dtype: torch.dtype) -> Encoded:
-        """One expert's codes and scales, as forward multiplies them and convert stores them.
+        """Return one expert's codes and scales, as forward multiplies them and convert stores them.
 
         dtype: in which forward sees the weight.
         """
@@ -137,7 +137,7 @@ class QATExperts(PreparedModule):
         return self._forward_in_a_loop(hidden_states, top_k_index, top_k_weights)
 
     def _joins(self, name: str) -> bool:
-        """Whether the experts of a prepared parameter are multiplied at once."""
+        """Return whether the experts of a prepared parameter are multiplied at once."""
         return why_not_at_once(self.stacks[name].recipe, getattr(self, name), self.is_transposed) is None
 
     @torch.compiler.disable
@@ -150,7 +150,7 @@ class QATExperts(PreparedModule):
 
     @property
     def _eager(self) -> bool:
-        """Whether transformers would run the class's own forward."""
+        """Return whether transformers would run the class's own forward."""
         return sharded.runs_eagerly(self)
 
     def made_stacks(self) -> dict[str, Stack]:

@@ -32,7 +32,7 @@ Forward = Callable[..., Tensor]
 
 
 def why_not(weight: Any, step: str, recipe: LinearRecipe, *, managed: bool) -> str | None:
-    """Why a step ("prepare", "convert", "quantize") cannot be taken on sharded experts; None when it can.
+    """Return why a step ("prepare", "convert", "quantize") cannot be taken on sharded experts; None when it can.
 
     managed: FSDP shards them, and hands whole ones to forward.
     """
@@ -54,12 +54,12 @@ def first_of(weight: DTensor) -> int:
 
 
 def runs_eagerly(module: Any) -> bool:
-    """Whether transformers runs the class's own forward, which adds up expert by expert."""
+    """Return whether transformers runs the class's own forward, which adds up expert by expert."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
 
 
 def run(module: Any, forward: Forward, x: Tensor, index: Tensor, weights: Tensor, *, skips: bool) -> Tensor:
-    """What `forward(module, x, index, weights)` computes with all experts: (T, H).
+    """Return what `forward(module, x, index, weights)` computes with all experts: (T, H).
 
     x: (T, H). index, weights: (T, top k), the experts of each token and their weights. skips: whether forward takes the
         number E for no expert, which transformers' own eager forward does not.
@@ -148,7 +148,7 @@ def gather(w: DTensor) -> Any:
 
 
 def _by_expert(w: DTensor) -> bool:
-    """Whether one dimension of the mesh shares out experts, and the others hold copies."""
+    """Return whether one dimension of the mesh shares out experts, and the others hold copies."""
     shards = [p for p in w.placements if not isinstance(p, Replicate)]
     return len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0
 

@@ -63,7 +63,7 @@ class Stack:
 
     @property
     def columns_in(self) -> bool:
-        """Whether this reads as (E, K, N), to be multiplied from the left."""
+        """Return whether this reads as (E, K, N), to be multiplied from the left."""
         return self.transposed != self.turned
 
     def __len__(self) -> int:
@@ -123,11 +123,11 @@ class Stack:
 
     @cached_property
     def _matrices(self) -> tuple[Tensor, ...]:
-        """One gradient for the whole stack, zero where an expert had no tokens."""
+        """Return one gradient for the whole stack, zero where an expert had no tokens."""
         return self.w.unbind(0)
 
     def _matrix(self, expert: int) -> Tensor:
-        """One expert as (N, K): a transposed one is copied, because encoders read rows."""
+        """Return one expert as (N, K): a transposed one is copied, because encoders read rows."""
         w = self._matrices[expert]
         return w.t().contiguous() if self.transposed else w
 

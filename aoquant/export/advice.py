@@ -47,7 +47,7 @@ def _takes(source: Source, weights: list[Weight], format: str) -> bool:
 
 
 def _fused_apart(source: Source) -> bool:
-    """Whether layers that engines fuse have different outer scales, or scales of the whole weight."""
+    """Return whether layers that engines fuse have different outer scales, or scales of the whole weight."""
     numbers = {}
     for weight in source.weights.values():
         packed = weight.read(False) if weight.tensor_class == "PackedTensor" else None

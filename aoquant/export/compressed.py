@@ -199,7 +199,7 @@ def _nvfp4_recipe(p: PackedTensor) -> str:
 
 
 def _rounded(p: PackedTensor) -> bool:
-    """Whether activations are quantised: behind a transform their format may be high-precision."""
+    """Return whether activations are quantised: behind a transform their format may be high-precision."""
     return not p.activation.endswith("high-precision") and p.activation != ""
 
 

@@ -96,8 +96,8 @@ def _patterns(modules: Iterable[str]) -> list[str]:
 
 
 def _unreadable(group: _Group, *, alone: bool) -> Iterator[str]:
-    """What transformers' own reader of these folders cannot load, or loads with other values. alone: it is the one
-    scheme of the model.
+    """Return what transformers' own reader of these folders cannot load, or loads with other values. alone: it is the
+    one scheme of the model.
 
     Raises:
         ValueError: experts are integers with zero points, which vLLM's kernels for experts do not take.

@@ -24,8 +24,8 @@ _LAYOUTS = ("compressed-tensors", "modelopt")
 
 @torch.no_grad()
 def refusal(recipe: LinearRecipe, *, experts: bool = False) -> str | None:
-    """Why each of vLLM's layouts would refuse layers that train `recipe`, with what to train instead; None where one
-    takes them. experts: advice is for experts.
+    """Return why each of vLLM's layouts would refuse layers that train `recipe`, with what to train instead; None where
+    one takes them. experts: advice is for experts.
     """
     layers = _siblings(recipe)
     first = None

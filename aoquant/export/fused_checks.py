@@ -58,7 +58,7 @@ class Apart:
 
     @property
     def instead(self) -> str:
-        """What to train, as advice."""
+        """Return what to train, as advice."""
         return _INSTEAD[self.kind]
 
 

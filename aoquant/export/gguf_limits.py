@@ -38,13 +38,15 @@ def differences(arch: MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, 
 
 
 def default_windows(arch: MODEL_ARCH, layers: int) -> list[bool]:
-    """Whether each layer has a sliding window where the file does not say; all False where llama.cpp knows none."""
+    """Return whether each layer has a sliding window where the file does not say; all False where llama.cpp
+    knows none.
+    """
     period = _PERIOD.get(arch, 1)
     return [bool((i + 1) % period) for i in range(layers)]
 
 
 def windows(arch: MODEL_ARCH, config: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer of the model has a sliding window."""
+    """Return whether each layer of the model has a sliding window."""
     layers: int = config["num_hidden_layers"]
     if not config.get("sliding_window") or not config.get("use_sliding_window", True):
         return [False] * layers

@@ -157,7 +157,7 @@ def _layer(
 
 
 def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dtype: torch.dtype) -> PackedTensor:
-    """One layer's weight. parts: stored tensors, by the name that follows the module's."""
+    """Return one layer's weight. parts: stored tensors, by the name that follows the module's."""
     args = scheme.weights
     try:
         if args is None or "weight_g_idx" in parts:
@@ -233,7 +233,7 @@ def _integers(args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, d
 
 
 def _words(values: int, bits: int) -> int:
-    """How many int32 the values of a row are packed into."""
+    """Return how many int32 the values of a row are packed into."""
     return -(-values * bits // 32)
 
 

@@ -59,7 +59,7 @@ def symmetric(group: int) -> str:
 
 
 def power_of_two(t: Tensor) -> bool:
-    """Whether every value is a normal power of two, by which multiplying and dividing are exact."""
+    """Return whether every value is a normal power of two, by which multiplying and dividing are exact."""
     mantissa, _ = t.float().frexp()
     return bool(((mantissa == 0.5) & (t > 0)).all())
 

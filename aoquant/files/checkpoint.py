@@ -138,7 +138,7 @@ def _lost(wanted: set[str], stored: set[str]) -> list[str]:
 
 
 def _part(name: str, part: str) -> str:
-    """Where torchao's flattening keeps a tensor subclass's part."""
+    """Return where torchao's flattening keeps a tensor subclass's part."""
     module, _, parameter = name.rpartition(".")
     return f"{module}._{parameter}_{part}"
 

@@ -86,7 +86,7 @@ class Scales(NamedTuple):
 
     @property
     def dynamic(self) -> bool:
-        """Whether no scale is among them."""
+        """Return whether no scale is among them."""
         return self.scale is None and self.zero is None and self.outer is None
 
 
@@ -106,14 +106,14 @@ class Format:
 
     @property
     def element(self) -> str:
-        """What a code stands for: "e2m1", "e4m3", "e5m2", "int4" where a group has a real offset, "int" for other
-        integers; "" for values as they are.
+        """Return what a code stands for: "e2m1", "e4m3", "e5m2", "int4" where a group has a real offset, "int" for
+        other integers; "" for values as they are.
         """
         return ""
 
     @property
     def lossless(self) -> bool:
-        """Whether values are stored as they are."""
+        """Return whether values are stored as they are."""
         return False
 
     @property
@@ -128,19 +128,21 @@ class Format:
 
     @property
     def sums_blocks(self) -> bool:
-        """Whether a GEMM with another such format sums the products of each block before its scales multiply them."""
+        """Return whether a GEMM with another such format sums the products of each block before its scales multiply
+        them.
+        """
         return False
 
     @property
     def shifts(self) -> tuple[float, float]:
-        """What is added to the codes of a block with a negative scale, in its steps: of even and of odd blocks along
-        K.
+        """Return what is added to the codes of a block with a negative scale, in its steps: of even and of odd blocks
+        along K.
         """
         return 0.0, 0.0
 
     @property
     def power_of_two(self) -> bool:
-        """Whether the outer scale is always a power of two, so that its reciprocal is exact."""
+        """Return whether the outer scale is always a power of two, so that its reciprocal is exact."""
         return False
 
     @property
@@ -174,19 +176,21 @@ class Format:
 
     @property
     def square(self) -> bool:
-        """Whether a transposed matrix has the transposed codes and scales: a square tile, or the whole tensor, shares a
-        scale.
+        """Return whether a transposed matrix has the transposed codes and scales: a square tile, or the whole tensor,
+        shares a scale.
         """
         return False
 
     @property
     def per_tensor(self) -> bool:
-        """Whether `measure` gives (1, 1) for every shape of x, as calibrating an activation requires."""
+        """Return whether `measure` gives (1, 1) for every shape of x, as calibrating an activation requires."""
         return False
 
     @property
     def reach(self) -> str:
-        """How far a scale reaches: "block", "row" or "tensor". A shard within it needs the scales of the whole."""
+        """Return how far a scale reaches: "block", "row" or "tensor". A shard within it needs the scales of the
+        whole.
+        """
         return "block" if self.block else "row"
 
     @property
@@ -199,15 +203,15 @@ class Format:
 
     @property
     def from_extremes(self) -> bool:
-        """Whether a scale that reaches beyond a block depends on the smallest and the largest value alone: `measure`
-        finds it from them.
+        """Return whether a scale that reaches beyond a block depends on the smallest and the largest value alone:
+        `measure` finds it from them.
         """
         return True
 
     @property
     def finite_only(self) -> bool:
-        """Whether a scale that reaches beyond a block is made of the finite values alone: NaN and Inf stay in their
-        block.
+        """Return whether a scale that reaches beyond a block is made of the finite values alone: NaN and Inf stay in
+        their block.
         """
         return False
 
@@ -218,12 +222,12 @@ class Format:
 
     @property
     def draws(self) -> bool:
-        """Whether encoding draws random numbers."""
+        """Return whether encoding draws random numbers."""
         return False
 
     @property
     def learnable(self) -> bool:
-        """Whether a held scale can be trained: `scale_gradient` is there."""
+        """Return whether a held scale can be trained: `scale_gradient` is there."""
         return False
 
     @property
@@ -233,7 +237,7 @@ class Format:
 
     @property
     def clips_when_held(self) -> bool:
-        """Whether `saturated` names the values that held scales clip."""
+        """Return whether `saturated` names the values that held scales clip."""
         return True
 
     def scale_dtype(self, source: torch.dtype) -> torch.dtype | None:
@@ -339,13 +343,13 @@ class Format:
 
     @property
     def portable(self) -> bool:
-        """Whether every device makes the same codes."""
+        """Return whether every device makes the same codes."""
         return True
 
     @cached_property
     def by_rows(self) -> bool:
-        """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the
-        whole.
+        """Return whether a row's codes and scales are made of that row alone: encoding some rows then gives their part
+        of the whole.
         """
         if self.reach == "tensor":
             return False
@@ -392,7 +396,7 @@ class Format:
         return 8 * sum(t.numel() * t.element_size() for t in e.tensors if t is not None) / (rows * k)
 
     def why_not(self, k: int, dtype: torch.dtype) -> str | None:
-        """Why this format cannot hold rows of k values of `dtype`, and what to do; None when it can."""
+        """Return why this format cannot hold rows of k values of `dtype`, and what to do; None when it can."""
         if dtype not in FLOAT_DTYPES:
             return f"{self.name} quantises float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}: cast the layer first"
         if k == 0:

@@ -59,7 +59,7 @@ class _E2M1(Format):
 
     @property
     def statistic(self) -> str:
-        """What a block's scale is made of, and by which library's arithmetic."""
+        """Return what a block's scale is made of, and by which library's arithmetic."""
         raise NotImplementedError
 
     @property

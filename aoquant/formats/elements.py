@@ -117,8 +117,8 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _sums_are_exact(s: Tensor, z: Tensor, wide: torch.dtype) -> Tensor:
-    """Where q * s + z needs no rounding in `wide` for any |q| <= 8: its bits, from the last one of s and z to the sum's
-    first, fit.
+    """Return where q * s + z needs no rounding in `wide` for any |q| <= 8: its bits, from the last one of s and z to
+    the sum's first, fit.
     """
     bits = 1 - int(math.log2(torch.finfo(s.dtype).eps))
     (_, e_s), (_, e_z) = torch.frexp(s.float()), torch.frexp(z.float())  # |s| < 2^e_s, a multiple of 2^(e_s - bits)

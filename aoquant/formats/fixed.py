@@ -25,12 +25,12 @@ class OneScale(Format):
 
     @property
     def widest(self) -> str:
-        """How far a scale reaches that is made from x: "block", "row" or "tensor"."""
+        """Return how far a scale reaches that is made from x: "block", "row" or "tensor"."""
         return "tensor"
 
     @property
     def constants(self) -> int:
-        """How many numbers stand for it: a scale, and perhaps a zero point."""
+        """Return how many numbers stand for it: a scale, and perhaps a zero point."""
         return 1
 
     @property

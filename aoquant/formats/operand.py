@@ -118,27 +118,27 @@ class Operand:
 
     @property
     def fitted(self) -> bool:
-        """Whether encoding needs the matrices of a fitted transform, which `Scales` holds."""
+        """Return whether encoding needs the matrices of a fitted transform, which `Scales` holds."""
         return self.transform is not None and self.transform.fitted
 
     @property
     def draws(self) -> bool:
-        """Whether encoding draws random numbers."""
+        """Return whether encoding draws random numbers."""
         return self.format.draws or (self.transform is not None and self.transform.drawn)
 
     @property
     def portable(self) -> bool:
-        """Whether every device makes the same codes."""
+        """Return whether every device makes the same codes."""
         return self.format.portable and not self.fitted
 
     @property
     def by_rows(self) -> bool:
-        """Whether a row's codes and scales are made of that row alone."""
+        """Return whether a row's codes and scales are made of that row alone."""
         return not self.draws and self.format.by_rows
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's codes and scales are the same alone and in any batch: see `Format.batch_invariant`."""
+        """Return whether a row's codes and scales are the same alone and in any batch: see `Format.batch_invariant`."""
         return not self.draws and self.format.batch_invariant
 
     @property
@@ -179,6 +179,10 @@ class Operand:
         if isinstance(weight, Encoded):
             return None if weight.scale is None else self.format.scale_dtype(weight.scale.dtype)
         return self.format.scale_dtype(weight.dtype if self.transform is None else torch.float32)
+
+    def shares_codes(self, other: Operand) -> bool:
+        """Return whether the codes of x^T, as `other`, are the codes of x, transposed."""
+        return self.name == other.name and self.transform is None and self.format.square and not self.draws
 
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
         """`Format.encode` of the transformed x_RK. random: where the numbers come from, for an operand that draws.
@@ -254,7 +258,7 @@ class Operand:
         return 8 * (stored + self.matrix_bytes(k)) / (rows * k)
 
     def why_not(self, k: int, dtype: torch.dtype) -> str | None:
-        """Why this operand cannot hold rows of k values of `dtype`, and what to do; None when it can."""
+        """Return why this operand cannot hold rows of k values of `dtype`, and what to do; None when it can."""
         if self.transform is not None:
             group, size = self.format.block or 1, self.transform.size
             if max(group, size) % min(group, size):
@@ -277,5 +281,5 @@ def as_operand(x: Format | Operand) -> Operand:
 
 
 def is_composed(name: str) -> bool:
-    """Whether a name has a transform in front of its format; a static scale may hold a plus too."""
+    """Return whether a name has a transform in front of its format; a static scale may hold a plus too."""
     return "+" in name.partition("-static:")[0]

@@ -121,7 +121,9 @@ class TinyGemm(Int4):
 
 
 def fused_sums() -> bool:
-    """Whether the CPU kernel's sums over k are fused multiply-adds here; without AVX they round the product first."""
+    """Return whether the CPU kernel's sums over k are fused multiply-adds here; without AVX they round the product
+    first.
+    """
     return _capability() in ("AVX512", "AVX2")
 
 

@@ -189,7 +189,7 @@ class EncodingShard(Tensor):
         return made
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """What this rank sends."""
+        """Return what this rank sends."""
         with torch._C.DisableTorchFunctionSubclass():
             return (self.gathering.sent(self.detach(), mesh.get_group()),), None
 
@@ -201,7 +201,7 @@ class EncodingShard(Tensor):
         *,
         out: Any = None,
     ) -> Any:
-        """What the layers read."""
+        """Return what the layers read."""
         return self.gathering.received(all_gather_outputs[0], out)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
-from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from transformers.integrations.torchao import TorchAoDeserialize
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_fp_quant import FPQuantHfQuantizer
@@ -30,13 +29,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
-from aoquant.config import QATConfig, WeightConfig
+from aoquant.config import WeightConfig
 from aoquant.experts.families import is_transposed, stacked_names
 from aoquant.files import checksums
 from aoquant.files.stored_names import wide_dtype
 from aoquant.hybrid import HybridConfig
 from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.linear.packed import adopt
+from aoquant.planning.plan import ours
 from aoquant.quantize import quantize_
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
@@ -177,10 +177,7 @@ def trains(config: Any) -> bool:
     """Return whether a TorchAoConfig prepares for training, and packs nothing."""
     base = config.quant_type
     every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
-    return any(
-        isinstance(c, HybridConfig) or (isinstance(c, QATConfig | TorchaoQATConfig) and c.step == "prepare")
-        for c in every
-    )
+    return any(isinstance(c, HybridConfig) or getattr(ours(c), "step", None) == "prepare" for c in every)
 
 
 def _release(quantizer: HfQuantizer, model: Any) -> None:

@@ -217,7 +217,7 @@ def _tied(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _home(name: str, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]) -> StoredTensor | None:
-    """Where the source keeps a tensor: under its name, or under one that the model ties to it."""
+    """Return where the source keeps a tensor: under its name, or under one that the model ties to it."""
     return next((stored[n] for n in (name, *tied.get(name, ())) if n in stored), None)
 
 

@@ -38,7 +38,7 @@ class Source:
 
     @property
     def place(self) -> tuple[Path, int]:
-        """Where its first byte is stored."""
+        """Return where its first byte is stored."""
         first = self.stored if isinstance(self.stored, StoredTensor) else self.stored[0][0]
         return first.path, first.start
 

@@ -61,8 +61,8 @@ class Outline:
         self.owners = {owner_in_files(self.model, name): name for name in experts_of(self.model)}
 
     def rounds_routing(self, name: str) -> bool:
-        """Whether the model rounds the weights of each token's experts to its own dtype, as Qwen3-MoE does; Mixtral
-        keeps float32. The block of the experts is run without values up to them.
+        """Return whether the model rounds the weights of each token's experts to its own dtype, as Qwen3-MoE does;
+        Mixtral keeps float32. The block of the experts is run without values up to them.
         """
         found: list[torch.dtype] = []
 

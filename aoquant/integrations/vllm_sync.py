@@ -109,7 +109,7 @@ def _refuse_sharded(name: str, weight: Any) -> None:
 def _weights(
     prepared: nn.Module, layers: Mapping[str, QATLayer], stacks: Mapping[str, QATExperts], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
+    """Return what a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
     for.
     """
     from aoquant.export.weights import Weight, as_stored  # needs transformers

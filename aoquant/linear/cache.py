@@ -96,7 +96,9 @@ _latest: weakref.ref[InputCodes] | None = None  # the encoding that is held
 
 
 def codes_of_input(x: Tensor, how: Hashable) -> InputCodes | None:
-    """Where layers find and leave the encoding of x that is made as `how` says; None where nothing may be shared."""
+    """Return where layers find and leave the encoding of x that is made as `how` says; None where nothing may be
+    shared.
+    """
     if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
         return None
     stream = 0
@@ -239,14 +241,14 @@ class FixedWeight:
         return self._columns[dtype]
 
     def _held(self) -> list[Tensor]:
-        """What else the layer holds for the weight: learned or static scales, a fitted transform."""
+        """Return what else the layer holds for the weight: learned or static scales, a fitted transform."""
         recipe = self._owner.prepared.recipe
         if recipe.weight_scales == "dynamic" and not recipe.fitted:
             return []
         return [t for t in held.read(self._owner, "weight") if t is not None]
 
     def _is(self, whole: Tensor | None) -> bool:
-        """Whether `whole` is the weight that was encoded, and neither it nor its scales were written since."""
+        """Return whether `whole` is the weight that was encoded, and neither it nor its scales were written since."""
         if self._weight is None or not self._weight.is_still(whole):
             return False
         return not self._scales or all(seen.is_still(t) for seen, t in zip(self._scales, self._held(), strict=True))

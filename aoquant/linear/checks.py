@@ -64,7 +64,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is on for this type of device; meta has none, and torch raises where it is asked."""
+    """Return whether autocast is on for this type of device; meta has none, and torch raises where it is asked."""
     return device != "meta" and torch.is_autocast_enabled(device)
 
 

@@ -363,7 +363,7 @@ def multiply(
 
 
 def _has_columns(given: Given) -> bool:
-    """Whether a layer before this one may have left a column side of the input."""
+    """Return whether a layer before this one may have left a column side of the input."""
     return given.columns is not None and bool(given.columns.parts) and given.layer not in given.columns.layers
 
 
@@ -486,5 +486,5 @@ def _on_shard(
     random: Tensor | None = None,
     rank: int = 0,
 ) -> Tensor:
-    """One rank's part of a layer whose weight is a DTensor."""
+    """Return one rank's part of a layer whose weight is a DTensor."""
     return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts=parts, rank=rank)

@@ -81,7 +81,7 @@ def forget(layer: nn.Module) -> None:
 
 
 def present(layer: nn.Module) -> bool:
-    """Whether every held scale has a value: before calibration it is NaN, or on the meta device."""
+    """Return whether every held scale has a value: before calibration it is NaN, or on the meta device."""
     tensors = [getattr(layer, name) for name in names(layer)]
     return all(not t.is_meta and bool(t.float().isfinite().all()) for t in tensors)
 

@@ -25,7 +25,7 @@ from aoquant.linear.prepared import QATLayer, QATLinear
 
 
 def is_packed(weight: Any) -> bool:
-    """Whether a weight is aoquant's or torchao's quantised tensor."""
+    """Return whether a weight is aoquant's or torchao's quantised tensor."""
     return isinstance(weight, Tensor) and any(c.__module__.startswith("torchao.") for c in type(weight).__mro__)
 
 
@@ -58,12 +58,14 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether `module` is a linear layer or an embedding, or a subclass of one, which is named but left alone."""
+    """Return whether `module` is a linear layer or an embedding, or a subclass of one, which is named but left
+    alone.
+    """
     return isinstance(module, tuple(kind.plain for kind in KINDS))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `module` is a linear layer, or a subclass of one."""
+    """Return whether `module` is a linear layer, or a subclass of one."""
     return isinstance(module, tuple(kind.plain for kind in KINDS if kind.gemm))
 
 

@@ -39,7 +39,9 @@ FAMILIES = "FP8 per tensor, FP8 in blocks of 128, MXFP8, MXFP4, NVFP4"
 
 
 def why_not(gemm: str, first: Operand | None, second: Operand | None) -> str | None:
-    """Why the two cannot be the operands of `gemm`, "dgrad" or "wgrad"; None when they can. first: of the gradient."""
+    """Return why the two cannot be the operands of `gemm`, "dgrad" or "wgrad"; None when they can. first: of the
+    gradient.
+    """
     for operand in (first, second):
         t = operand.transform if operand is not None else None
         if t is not None and (t.sided or t.fitted):
@@ -70,7 +72,7 @@ def contract(first: Operand | None, second: Operand | None) -> str:
 
 
 def why_not_cast(gemm: str, which: str, cast: Operand | None, source: str) -> str | None:
-    """Why the operand `which` of a backward GEMM cannot be made as `cast` from `source`; None when it can."""
+    """Return why the operand `which` of a backward GEMM cannot be made as `cast` from `source`; None when it can."""
     where = f"{gemm}: {which} {_name(cast)}"
     if source not in SOURCES:
         return f"{where}: the source is one of {', '.join(SOURCES)}, got {source!r}"
@@ -100,8 +102,8 @@ def _family(operand: Operand | None) -> str | None:
 def dgrad(
     save: str, source: str, forward: Operand, grad: Operand | None, weight: Operand | None, reads_values: bool
 ) -> BackwardGemm:
-    """What dgrad reads, and so what forward keeps of the weight. reads_values: backward masks clipped values, and reads
-    the weight itself.
+    """Return what dgrad reads, and so what forward keeps of the weight. reads_values: backward masks clipped values,
+    and reads the weight itself.
     """
     same = _same_codes(forward, weight)
     original = source == "original" or same or forward.format.lossless
@@ -115,7 +117,7 @@ def dgrad(
 
 
 def wgrad(save: str, source: str, forward: Operand | None, grad: Operand | None, x: Operand | None) -> BackwardGemm:
-    """What wgrad reads, and so what forward keeps of the input."""
+    """Return what wgrad reads, and so what forward keeps of the input."""
     gemm = grad, x, contract(grad, x)
     if save == "row":
         return BackwardGemm(*gemm, forward, "rows")
@@ -131,15 +133,10 @@ def wgrad(save: str, source: str, forward: Operand | None, grad: Operand | None,
 
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
-    """Whether the column side has the transposed codes of the row side."""
-    if (
-        forward is None
-        or backward is None
-        or forward.transform is not None
-        or forward.scales not in ("dynamic", DELAYED)
-    ):
+    """Return whether backward's codes are forward's, transposed: both of scales that are found, or delayed."""
+    if forward is None or backward is None or forward.scales not in ("dynamic", DELAYED):
         return False
-    return forward.format.square and forward.name == backward.name
+    return forward.shares_codes(backward)
 
 
 def _bits(operand: Operand) -> float:

@@ -149,7 +149,7 @@ def adopt(module: nn.Module) -> None:
 
 
 def described(layer: str, weight: Tensor) -> str:
-    """What repr says of a layer with a quantised weight. layer: what it says of the plain layer."""
+    """Return what repr says of a layer with a quantised weight. layer: what it says of the plain layer."""
     describe = getattr(weight, "_quantization_type", None)
     kind = type(weight.data).__name__ if describe is None else f"{type(weight).__name__}({describe()})"
     return f"{layer}, weight={kind}"
@@ -179,8 +179,8 @@ def _forget(module: nn.Module) -> None:
 
 
 def _is_ordinary(x: Tensor, dtype: torch.dtype | None, device: torch.device, k: int) -> bool:
-    """Whether x is a plain tensor that a compiler may give to one operator: no subclass, no autocast, of the layer's
-    dtype, device and width.
+    """Return whether x is a plain tensor that a compiler may give to one operator: no subclass, no autocast, of the
+    layer's dtype, device and width.
     """
     return (
         type(x) in (Tensor, nn.Parameter)
@@ -193,7 +193,7 @@ def _is_ordinary(x: Tensor, dtype: torch.dtype | None, device: torch.device, k: 
 
 
 def _is_taken(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
-    """Whether csrc's operator reads this bias."""
+    """Return whether csrc's operator reads this bias."""
     return bias.dtype in (dtype, torch.float32) and bias.numel() == n and bias.is_contiguous()
 
 

@@ -137,7 +137,7 @@ def _copy_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _is_cut(packed: PackedTensor) -> bool:
-    """Whether these are some rows of a larger weight, whose transform is that of all its rows."""
+    """Return whether these are some rows of a larger weight, whose transform is that of all its rows."""
     codes = packed.qdata
     return packed.act_pre_scale is not None and codes.untyped_storage().nbytes() > codes.numel() * codes.element_size()
 

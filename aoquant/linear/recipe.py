@@ -149,7 +149,7 @@ class LinearRecipe:
         self.__init__(**{f.name: state[f.name] for f in dataclasses.fields(self) if f.init and f.name in state})  # type: ignore[misc]
 
     def _why_not(self) -> str | None:
-        """Why this recipe cannot be; None when it can."""
+        """Return why this recipe cannot be; None when it can."""
         if self.contract not in ops.CONTRACTS:
             return f"no GEMM contract is called {self.contract!r}; choose one of {', '.join(ops.CONTRACTS)}"
         if self.straight_through not in STRAIGHT_THROUGH:
@@ -164,7 +164,7 @@ class LinearRecipe:
         )
 
     def _why_not_sources(self) -> str | None:
-        """Why backward cannot start from what it should, or forward keep what it should; None when they can."""
+        """Return why backward cannot start from what it should, or forward keep what it should; None when they can."""
         sources = self.weight_source, self.input_source
         if self.save not in law.SAVES or not set(sources) <= set(law.SOURCES):
             return f"sources are {' or '.join(law.SOURCES)} and save is one of {', '.join(law.SAVES)}, got {sources} and {self.save!r}"
@@ -178,7 +178,7 @@ class LinearRecipe:
         return None
 
     def _why_not_delayed(self) -> str | None:
-        """Why scales cannot be delayed; None when they can, or are not."""
+        """Return why scales cannot be delayed; None when they can, or are not."""
         if DELAYED not in (self.input_scales, self.weight_scales) and not self.history:
             return None
         if self.history < 1 or self.select not in delayed.SELECTS:
@@ -233,23 +233,23 @@ class LinearRecipe:
 
     @property
     def fitted(self) -> bool:
-        """Whether the layer holds the matrices of a fitted transform."""
+        """Return whether the layer holds the matrices of a fitted transform."""
         return self.transform is not None and self.transform.fitted
 
     @cached_property
     def input_clips(self) -> bool:
-        """Whether values of the input that its codes clip get no gradient."""
+        """Return whether values of the input that its codes clip get no gradient."""
         return self.straight_through == "clipped" or self.input_scales == "learned"
 
     @cached_property
     def weight_clips(self) -> bool:
-        """Whether values of the weight that its codes clip get no gradient."""
+        """Return whether values of the weight that its codes clip get no gradient."""
         return self.straight_through == "clipped" or self.weight_scales == "learned"
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held
-        scales, or not at all.
+        """Return whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under
+        held scales, or not at all.
         """
         held = self.input_scales not in ("dynamic", DELAYED)
         return self.fprop_input is None or self.fprop_input.batch_invariant or held
@@ -262,13 +262,13 @@ class LinearRecipe:
 
     @property
     def draws(self) -> bool:
-        """Whether backward draws random numbers."""
+        """Return whether backward draws random numbers."""
         return any(f.draws for f in self.backward_operands)
 
     @cached_property
     def reads_input_once(self) -> bool:
-        """Whether forward can encode both sides of the input together: both of the original, the first as a GEMM of
-        operands reads it.
+        """Return whether forward can encode both sides of the input together: both of the original, the first as a GEMM
+        of operands reads it.
         """
         original = self.wgrad.keeps == "columns" and self.wgrad.forward is None
         return self.fprop_input is not None and original and self.reads == "operand"
@@ -326,7 +326,7 @@ def _one_transform(x: Operand | None, w: Operand, given: Transform | None, contr
 
 
 def _why_not_side(side: str, operand: Operand | None, scales: str, straight_through: str) -> str | None:
-    """Why a side of fprop cannot have its operand, or its scales cannot be held; None when they can."""
+    """Return why a side of fprop cannot have its operand, or its scales cannot be held; None when they can."""
     if operand is not None and operand.draws:
         return f"{operand.name} rounds at random, and a deployed layer does not: it is for backward, not for the {side} of forward"
     if scales == DELAYED:

@@ -64,14 +64,16 @@ def _on_shard(
     w_scales: Scales | None,
     parts: Shards | None,
 ) -> Tensor:
-    """One rank's part of a layer under tensor parallelism. parts: None, as packed layers have an exact backward."""
+    """Return one rank's part of a layer under tensor parallelism. parts: None, as packed layers have an exact
+    backward.
+    """
     assert isinstance(w, PackedTensor)
     return quantized_linear(x, w.encoded, bias, recipe, x_scales)
 
 
 def why_not(module: nn.Module, step: str, recipe: LinearRecipe, dtype: torch.dtype | None) -> str | None:
-    """Why a step ("prepare", "convert", "quantize") cannot be taken on a layer's shards; None when it can, and for
-    plain weights.
+    """Return why a step ("prepare", "convert", "quantize") cannot be taken on a layer's shards; None when it can, and
+    for plain weights.
 
     dtype: that a forward sees the weight in; None where no FSDP module is known to hold it.
     """

@@ -57,7 +57,7 @@ def join(graph: fx.Graph) -> None:
 
 
 def _stays(part: Any) -> bool:
-    """Whether a part of a weight is there, with its value, from the graph's beginning to its end."""
+    """Return whether a part of a weight is there, with its value, from the graph's beginning to its end."""
     if not isinstance(part, fx.Node):
         return True
     return part.op == "placeholder" and not any(_writes(user) for user in part.users)

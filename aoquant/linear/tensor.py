@@ -147,7 +147,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def bound(self) -> BoundWeight:
-        """How a call without gradients multiplies by this weight."""
+        """Return how a call without gradients multiplies by this weight."""
         if torch.compiler.is_dynamo_compiling():  # one expert, w[e], in a loop: Dynamo cannot read its __dict__
             return _bound_outside(self)
         found: BoundWeight | None = self.__dict__.get(_BOUND)
@@ -321,7 +321,7 @@ def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two quantised tensors, ours or torchao's, are of one kind and hold the same codes and scales."""
+    """Return whether two quantised tensors, ours or torchao's, are of one kind and hold the same codes and scales."""
     if type(a) is not type(b) or a.shape != b.shape or a.__tensor_flatten__() != b.__tensor_flatten__():
         return False
     pairs = [(getattr(a, name).detach(), getattr(b, name).detach()) for name in a.__tensor_flatten__()[0]]

@@ -16,7 +16,7 @@ from aoquant.ops import backward, codec
 
 
 def reads_values(recipe: LinearRecipe) -> str | None:
-    """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
+    """Return why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
     gemm = recipe.dgrad
     if recipe.history:
         return "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"

@@ -246,7 +246,7 @@ def _both_sides(grad_MN: Tensor, w: Kept, x: Kept, state: Tensor | None) -> Quan
     row, col = dgrad.grad, wgrad.grad
     assert row is not None and col is not None
     lengths = codec.Lengths(wgrad.padded(m), dgrad.padded(n))
-    if codec.shares_codes(row, col) and n == lengths.k and m:
+    if row.shares_codes(col) and n == lengths.k and m:
         return codec.sides(grad_MN, row, col, lengths, CODES, CODES)
     if dgrad.multiplier(grad_MN, grad_MN, w.k) is None or wgrad.multiplier(grad_MN.t(), grad_MN, x.k) is None:
         return Quantized(None, None)
@@ -300,7 +300,7 @@ def product(
 
 
 def _operand(x_RC: Tensor, as_: Operand, padded: int, dtype: torch.dtype, state: Tensor | None, side: int) -> Side:
-    """What a GEMM multiplies of x in `dtype`, with zeros behind C, without codes."""
+    """Return what a GEMM multiplies of x in `dtype`, with zeros behind C, without codes."""
     asked = Ask(False, dtype, random=_random(as_, state, side))
     if x_RC.stride(0) == 1 and x_RC.t().is_contiguous():
         made = codec.sides(x_RC.t(), None, as_, codec.Lengths(padded, x_RC.shape[0]), CODES, asked).col

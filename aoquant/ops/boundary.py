@@ -181,7 +181,7 @@ _TYPES: dict[Any, ArgumentType] = {
 
 
 def argument_type(hint: Any) -> ArgumentType:
-    """How arguments with this type hint cross."""
+    """Return how arguments with this type hint cross."""
     found = _TYPES.get(hint)
     return _fields(hint) if found is None else found
 
@@ -225,7 +225,7 @@ class Arguments:
         self._readers: dict[str, Callable[[Sequence[Tensor], Sequence[int]], list[Any]]] = {}
 
     def flat(self, given: Sequence[Any]) -> Flat:
-        """What crosses of a call."""
+        """Return what crosses of a call."""
         return flat(part for t, value in zip(self.types, given, strict=True) for part in t.flat(value))
 
     def read(self, tensors: Sequence[Tensor], numbers: Sequence[int], words: str) -> list[Any]:

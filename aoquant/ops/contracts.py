@@ -63,8 +63,8 @@ _BFLOAT16 = {
 
 
 def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str | None:
-    """Why the kernel of `contract` cannot take activations of `dtype` with a weight whose scales are in dtype `weight`;
-    or None.
+    """Return why the kernel of `contract` cannot take activations of `dtype` with a weight whose scales are in dtype
+    `weight`; or None.
     """
     if contract == "aoquant":  # takes everything, and a compiled layer need not watch the table below
         return None

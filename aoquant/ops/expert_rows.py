@@ -57,7 +57,7 @@ def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Ten
 
 
 def takes(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor) -> bool:
-    """Whether csrc multiplies these experts here."""
+    """Return whether csrc multiplies these experts here."""
     assert w.scale is not None
     scales = w.scale.dtype if few_rows.kind(format) == "int4" else None
     return _takes(format, scales, w.codes.shape[0] // ends.numel(), w.k, x_SK.dtype, x_SK.device)

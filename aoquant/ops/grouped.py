@@ -140,7 +140,7 @@ def gathered_sum(rows_SK: Tensor, place_TJ: Tensor) -> Tensor:
 
 
 def why_not(x: torch.dtype, k: int, n: int, device: torch.device) -> str | None:
-    """Why the kernels for a GPU cannot multiply such a stack there; None when they can."""
+    """Return why the kernels for a GPU cannot multiply such a stack there; None when they can."""
     if device.type != "cuda":
         return "its kernels are for CUDA devices"
     if x is not torch.bfloat16:
@@ -216,7 +216,7 @@ def _multiplied(
 
 
 def _reads(w: Tensor | Encoded, operand: Operand, k: int, dtype: torch.dtype) -> bool:
-    """Whether codes are multiplied as they lie: as `few_rows` says, and in one type with int4's scales."""
+    """Return whether codes are multiplied as they lie: as `few_rows` says, and in one type with int4's scales."""
     block = operand.format.block or 0
     if k % 32 or k % block or block < 16 or block & (block - 1):
         return False
@@ -259,7 +259,7 @@ def _hit(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(w: Tensor, e: int, transposed: bool) -> Tensor:
-    """One expert as (N, K): a transposed one is copied, because encoders read rows."""
+    """Return one expert as (N, K): a transposed one is copied, because encoders read rows."""
     return w[e].t().contiguous() if transposed else w[e]
 
 

@@ -59,22 +59,22 @@ class LinearPlan:
 
 
 def is_fp8(plan: int) -> bool:
-    """Whether W's codes are fp8, whose scales are the operator's alpha_w."""
+    """Return whether W's codes are fp8, whose scales are the operator's alpha_w."""
     return plan & 15 == CUDA_FORMATS["fp8"]
 
 
 def encodes(plan: int) -> int:
-    """How x is encoded: a number of ROW_FORMATS, or 0."""
+    """Return how x is encoded: a number of ROW_FORMATS, or 0."""
     return plan >> 4 & 15
 
 
 def has_zero(plan: int) -> bool:
-    """Whether the operator is given zeros."""
+    """Return whether the operator is given zeros."""
     return bool(plan >> 17 & 1)
 
 
 def has_alpha(plan: int) -> bool:
-    """Whether it is given alpha_w."""
+    """Return whether it is given alpha_w."""
     return bool(plan >> 18 & 1)
 
 

@@ -24,7 +24,7 @@ PARTIALS = 528  # as csrc/amax.cu
 
 
 def why_not() -> str | None:
-    """Why the library's operators cannot be called here, and what to do; None when they can."""
+    """Return why the library's operators cannot be called here, and what to do; None when they can."""
     return _load(LIBRARY)
 
 
@@ -49,8 +49,8 @@ def _load(library: Path) -> str | None:
 
 @cache
 def why_not_on(device: torch.device) -> str | None:
-    """Why the library's encoders cannot run on `device`, a CUDA one: it may have been built for others. Asked by trying
-    its smallest kernel.
+    """Return why the library's encoders cannot run on `device`, a CUDA one: it may have been built for others. Asked by
+    trying its smallest kernel.
     """
     try:
         operator("finite_absmax")(torch.zeros(16, dtype=torch.float32, device=device))

@@ -27,7 +27,7 @@ KINDS = {"int4": 0, "intx4": 1, "int8": 2}  # `Kind` of csrc/cpu/kernels.h
 
 
 def why_not() -> str | None:
-    """Why the library's operators cannot be called here, and what to do; None when they can."""
+    """Return why the library's operators cannot be called here, and what to do; None when they can."""
     return _load(LIBRARY)
 
 
@@ -70,9 +70,9 @@ def level() -> str:
 
 @cache
 def torch_multiplies_integers() -> bool:
-    """Whether torch._int_mm has instructions for its products on this CPU, and keeps every bit, asked by the largest
-    ones. Below AVX-512 it is a plain loop, 20 times slower than a float32 GEMM; without VNNI sums of two may be held in
-    16 bits, and saturate.
+    """Return whether torch._int_mm has instructions for its products on this CPU, and keeps every bit, asked by the
+    largest ones. Below AVX-512 it is a plain loop, 20 times slower than a float32 GEMM; without VNNI sums of two may be
+    held in 16 bits, and saturate.
     """
     if not hasattr(torch, "_int_mm") or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
@@ -82,7 +82,9 @@ def torch_multiplies_integers() -> bool:
 
 
 def kind(f: Format) -> str | None:
-    """How codes become operands: "int4", q * s + z; "intx4", (q - z) * s; "int8", the code itself; None: otherwise."""
+    """Return how codes become operands: "int4", q * s + z; "intx4", (q - z) * s; "int8", the code itself; None:
+    otherwise.
+    """
     how = _KIND_OF.get(type(f))
     return how(f) if how else None
 

@@ -154,7 +154,7 @@ def generation() -> int:
 
 
 def forcing() -> bool:
-    """Whether any backend is forced now, by a block or by the environment."""
+    """Return whether any backend is forced now, by a block or by the environment."""
     return bool(_forced.get()) or bool(_variables.get(_VARIABLE))
 
 

@@ -32,7 +32,7 @@ def symbol(library: str) -> str | None:
 
 
 def others(library: Path) -> bool:
-    """Whether the library in this file was built from other sources than those at hand."""
+    """Return whether the library in this file was built from other sources than those at hand."""
     wanted = symbol(library.stem)
     if wanted is None or not library.stat().st_size:  # an empty file cannot be mapped, nor loaded
         return False

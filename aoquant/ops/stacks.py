@@ -30,7 +30,7 @@ _PARTS = 256  # of an expert, at most, whose largest magnitudes are found side b
 
 
 def why_not(operand: Operand, n: int) -> str | None:
-    """Why experts of n rows in this format are no stack; None when they are."""
+    """Return why experts of n rows in this format are no stack; None when they are."""
     format = operand.format
     if operand.draws or operand.fitted:
         return f"stacks no {operand.name}, which draws or is fitted"
@@ -47,8 +47,8 @@ def encode(operand: Operand, w: Tensor, transposed: bool) -> Encoded:
 
 
 def values(operand: Operand, w: Tensor, transposed: bool, ask: Ask) -> Side:
-    """What a GEMM reads of a stack (E, N, K), or (E, K, N) when `transposed`, without codes: values (E, N, K), in the
-    order of the stack's memory or row by row, and alpha (E * N, 1), or None for 1.
+    """Return what a GEMM reads of a stack (E, N, K), or (E, K, N) when `transposed`, without codes: values (E, N, K),
+    in the order of the stack's memory or row by row, and alpha (E * N, 1), or None for 1.
     """
     if transposed and _where_it_lies(operand, w):
         from .triton import stacked
@@ -72,7 +72,9 @@ def values(operand: Operand, w: Tensor, transposed: bool, ask: Ask) -> Side:
 
 
 def why_turned(operand: Operand, k: int) -> str | None:
-    """Why values of a transposed stack are made of a turned copy; None when the stack is encoded where it lies."""
+    """Return why values of a transposed stack are made of a turned copy; None when the stack is encoded where
+    it lies.
+    """
     format = operand.format
     if operand.transform is not None:
         return f"transforms rows: {operand.name}"
@@ -85,7 +87,7 @@ def why_turned(operand: Operand, k: int) -> str | None:
 
 
 def _where_it_lies(operand: Operand, w_EKN: Tensor) -> bool:
-    """Whether a transposed stack is encoded without a turned copy."""
+    """Return whether a transposed stack is encoded without a turned copy."""
     experts, k, n = w_EKN.shape
     if why_turned(operand, k) is not None or not w_EKN.is_contiguous():
         return False
@@ -93,8 +95,8 @@ def _where_it_lies(operand: Operand, w_EKN: Tensor) -> bool:
 
 
 def _kernels_run(operand: Operand, device: torch.device, dtype: torch.dtype, rows: int, k: int) -> bool:
-    """Whether the values of such a matrix come from kernels, and not from the reference: these give the same bits, so
-    a kernel for the whole stack stands in for them.
+    """Return whether the values of such a matrix come from kernels, and not from the reference: these give the same
+    bits, so a kernel for the whole stack stands in for them.
     """
     found = routed(CodecRequest, "quantize", operand, device, dtype, rows, k, False, True)
     return found.name != "reference" and codec.has_triton(device)
@@ -138,7 +140,9 @@ def _one(operand: Operand, w_NK: Tensor, ask: Ask) -> Side:
 
 
 def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
-    """Whether a kernel takes an outer scale for each expert: csrc's, which is faster for one matrix, does not."""
+    """Return whether a kernel takes an outer scale for each expert: csrc's, which is faster for one matrix,
+    does not.
+    """
     if operand.transform is not None or not takes_stacks(operand.format):
         return False
     return _kernels_run(operand, w_RK.device, w_RK.dtype, *w_RK.shape)
@@ -174,6 +178,6 @@ def _cat(parts: list[Tensor]) -> Tensor | None:
 
 
 def expert(operand: Operand, e: Encoded, index: int, experts: int) -> Encoded:
-    """One expert's codes (N, K), views."""
+    """Return one expert's codes (N, K), views."""
     n = e.codes.shape[0] // experts
     return tiles.rows_of(operand.format, e, slice(index * n, (index + 1) * n))

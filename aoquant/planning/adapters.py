@@ -70,7 +70,9 @@ def _adapters_from(outermost: Any) -> list[Any]:
 
 
 def problems(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[Any]]) -> list[str]:
-    """Why layers cannot be changed beneath their adapters: those that are `taken` off, and those in their places."""
+    """Return why layers cannot be changed beneath their adapters: those that are `taken` off, and those in their
+    places.
+    """
     found = []
     for c in changes:
         on = taken.get(id(c.module))
@@ -116,7 +118,7 @@ def _plain_name(model: Any, fqn: str) -> str:
 
 
 def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, step: str) -> str | None:
-    """Why a layer under an adapter cannot be quantised now; None when it can.
+    """Return why a layer under an adapter cannot be quantised now; None when it can.
 
     The adapter itself is never quantised; its base is before the adapter is put on, or once it is merged.
     """

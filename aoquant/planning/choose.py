@@ -221,7 +221,7 @@ def _check_names(config: FqnToConfig) -> None:
 def _picks(
     module: nn.Module, names: list[str], by_name: Mapping[str, Any] | None, filter_fn: Filter | None
 ) -> bool | None:
-    """Whether the names or the filter pick a module without support; None where the default decides."""
+    """Return whether the names or the filter pick a module without support; None where the default decides."""
     if by_name is not None:
         parameters = [_join(fqn, p) for fqn in names for p in module._parameters]
         keys = [key for key in by_name for name in (*names, *parameters) if _means(key, name, exactly=True)]
@@ -248,7 +248,7 @@ def _refuse_within_experts(model: nn.Module, keys: Collection[str]) -> None:
 
 
 def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
-    """Whether `key` names parameters, or modules without support, that its config (None) leaves as they are.
+    """Return whether `key` names parameters, or modules without support, that its config (None) leaves as they are.
 
     Raises:
         ValueError: it has a config, and names a parameter that is no layer's weight.
@@ -273,7 +273,7 @@ def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
 
 
 def _unsupported_experts(model: nn.Module, key: str, module: nn.Module) -> str:
-    """Why experts that `key` names are not quantised, with all of their class and its share of the model."""
+    """Return why experts that `key` names are not quantised, with all of their class and its share of the model."""
     alike = [(fqn, m) for fqn, m in model.named_modules() if type(m) is type(module)]
     found = {_join(fqn, n): p for fqn, m in alike for n, p in m._parameters.items() if p is not None and p.dim() > 1}
     share = sum(p.numel() for p in found.values()) / sum(p.numel() for p in model.parameters())
@@ -303,7 +303,7 @@ def _join(fqn: str, name: str) -> str:
 
 
 def _means(key: str, name: str, parameter: str = "weight", *, exactly: bool = False) -> bool:
-    """Whether a key means `name`, or, not exactly, the layer called so or its parameter."""
+    """Return whether a key means `name`, or, not exactly, the layer called so or its parameter."""
     names = (name,) if exactly else (name, _join(name, parameter))
     return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
 
@@ -319,7 +319,7 @@ def _for_experts_alone(keys: Collection[str]) -> bool:
 
 
 def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = ()) -> str:
-    """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
+    """Return why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
     met = any(_means(k, fqn, p) for k in keys for fqn, m in model.named_modules() for p in m._parameters)
     if converts and _for_experts_alone(keys) and met:
         return _unprepared(model)
@@ -350,7 +350,7 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
 
 
 def _only_subclasses(model: nn.Module) -> str | None:
-    """Why nothing was chosen, where all linear layers but output heads and routers are subclasses; else None."""
+    """Return why nothing was chosen, where all linear layers but output heads and routers are subclasses; else None."""
     unusual = heads(model) | router_modules(model)
     usual = [(fqn, m) for fqn, m in model.named_modules() if is_usual(m, unusual)]
     if not usual or any(kind_of(m) is not None or isinstance(m, QATLayer) for _, m in usual):
@@ -366,7 +366,7 @@ def _only_subclasses(model: nn.Module) -> str | None:
 
 
 def _unprepared(model: nn.Module) -> str:
-    """Why there is nothing to convert."""
+    """Return why there is nothing to convert."""
     packed = [name for name, p in model.named_parameters() if is_packed(p)]
     if packed:
         return (

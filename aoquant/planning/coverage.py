@@ -278,7 +278,7 @@ def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
 
 
 def _is_adapter(model: nn.Module, fqn: str) -> bool:
-    """Whether a module is part of an adapter: beneath a tuner layer of peft's, beside its base_layer."""
+    """Return whether a module is part of an adapter: beneath a tuner layer of peft's, beside its base_layer."""
     parts = fqn.split(".")
     for i in range(len(parts)):
         parent = model.get_submodule(".".join(parts[:i]))

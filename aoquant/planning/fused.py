@@ -101,7 +101,7 @@ def _share(layers: Sequence[QATLinear], side: str) -> None:
 
 
 def shares(recipe: LinearRecipe) -> bool:
-    """Whether layers that train `recipe` share their weights' outer scale with siblings."""
+    """Return whether layers that train `recipe` share their weights' outer scale with siblings."""
     return _has_powers(recipe.fprop_weight) and recipe.weight_scales == "static"
 
 

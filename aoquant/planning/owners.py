@@ -22,7 +22,7 @@ DEPTH = 8  # wrappers around a forward that are looked through
 
 
 def why_not(module: nn.Module, step: str) -> str | None:
-    """Why a step ("prepare", "convert", "quantize") cannot be taken on this very layer; None when it can."""
+    """Return why a step ("prepare", "convert", "quantize") cannot be taken on this very layer; None when it can."""
     if "weight" not in module._parameters:
         return _recomputed(module)
     weight = module._parameters["weight"]
@@ -44,7 +44,7 @@ def why_not(module: nn.Module, step: str) -> str | None:
 
 
 def changed_class(module: nn.Module) -> str:
-    """Why a prepared layer whose class something replaced cannot be converted, and what to do."""
+    """Return why a prepared layer whose class something replaced cannot be converted, and what to do."""
     parts = list(getattr(module, "parametrizations", ()))
     if not parts:
         return f"is prepared, and something made a {type(module).__name__} of it since: restore its class, or call aoquant.unprepare(model)"
@@ -55,7 +55,7 @@ def changed_class(module: nn.Module) -> str:
 
 
 def _recomputed(module: nn.Module) -> str:
-    """Why a hook that recomputes the layer's weight is refused, and how to remove it."""
+    """Return why a hook that recomputes the layer's weight is refused, and how to remove it."""
     hooks = {cls.__name__ for hook in module._forward_pre_hooks.values() for cls in type(hook).__mro__}
     if "BasePruningMethod" in hooks:
         return (
@@ -69,7 +69,7 @@ def _recomputed(module: nn.Module) -> str:
 
 
 def borrowed(model: nn.Module) -> str | None:
-    """Which forward in `model` runs another model, and what to do; None where none does."""
+    """Return which forward in `model` runs another model, and what to do; None where none does."""
     own = {id(m) for m in model.modules()}
     for fqn, module in model.named_modules():
         forward = vars(module).get("forward")

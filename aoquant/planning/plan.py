@@ -236,7 +236,7 @@ def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: t
 
 
 def _why_not(change: Change, has_gemm: bool, dtype: torch.dtype | None) -> str | None:
-    """Why a layer cannot have its change; None when it can."""
+    """Return why a layer cannot have its change; None when it can."""
     module, step, kind = change.module, change.step, change.kind
     reason = _why_not_shape(change, has_gemm) or sharded.why_not(module, step, change.target.recipe, dtype)
     if reason is None and kind.transposed and step != "prepare" and isinstance(change.weight, DTensor):
@@ -247,7 +247,7 @@ def _why_not(change: Change, has_gemm: bool, dtype: torch.dtype | None) -> str |
 
 
 def _why_not_shape(change: Change, has_gemm: bool) -> str | None:
-    """Why a layer's target does not take its shape and dtype, or its kind; None when it does."""
+    """Return why a layer's target does not take its shape and dtype, or its kind; None when it does."""
     module, layer, target = change.module, change.kind, change.target
     if layer.gemm:
         n, k = layer.matrix(module.weight).shape if layer.transposed else (module.out_features, module.in_features)
@@ -259,7 +259,7 @@ def _why_not_shape(change: Change, has_gemm: bool) -> str | None:
 
 
 def not_finite(weight: torch.Tensor) -> str | None:
-    """Why the values of `weight` cannot be quantised; None when they can, or when there are none (meta)."""
+    """Return why the values of `weight` cannot be quantised; None when they can, or when there are none (meta)."""
     if weight.is_meta or all_finite(weight):
         return None
     return "its weight holds NaN or Inf: restore a good checkpoint before quantising"
@@ -310,7 +310,7 @@ def _check_same_forward(old: LinearRecipe, target: Target, *, replaces: bool = T
 
 
 def _not_calibrated(module: nn.Module, target: Target) -> str | None:
-    """Why a layer has no scales to convert with; None when it has, or needs none."""
+    """Return why a layer has no scales to convert with; None when it has, or needs none."""
     if not isinstance(module, QATLayer):
         if target.recipe.input_scales == "dynamic" and not target.recipe.fitted:
             return None
@@ -327,7 +327,7 @@ def _not_calibrated(module: nn.Module, target: Target) -> str | None:
 
 
 def prepare_target(config: QATConfig) -> Target:
-    """What a config prepares a weight for. Raises ValueError: no target has its formats."""
+    """Return what a config prepares a weight for. Raises ValueError: no target has its formats."""
     if config.base_config is None:
         target = fake_target(config.weight_config, config.activation_config)
     else:

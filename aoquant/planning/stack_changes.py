@@ -31,7 +31,7 @@ from aoquant.targets import Target
 
 
 def why_not(chosen: Chosen, step: str, target: Target) -> str | None:
-    """Why experts cannot have `target`; None when they can."""
+    """Return why experts cannot have `target`; None when they can."""
     weight, recipe = chosen.weight, target.recipe
     rows, columns = weight.shape[1:]
     n, k = (columns, rows) if is_transposed(chosen.module) else (rows, columns)
@@ -76,7 +76,7 @@ def with_own_scales(target: Target) -> Target:
 
 
 def why_unsupported(module: nn.Module) -> str:
-    """Why the stacked parameters of a module are not quantised."""
+    """Return why the stacked parameters of a module are not quantised."""
     missing = ", ".join(lacks(module)) or "3-D parameters"
     name = type(module).__name__
     return f"experts stacked into one parameter of {name}, whose class lacks what transformers' experts protocol has: {missing}"
@@ -148,7 +148,9 @@ def _warn_of_half(change: Change, weight: Tensor, made: list[PackedTensor], firs
 
 @torch.no_grad()
 def pack_expert(change: Change, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
-    """One packed expert of a float weight. expert: its number, by which it finds the scales that its module holds."""
+    """Return one packed expert of a float weight. expert: its number, by which it finds the scales that its module
+    holds.
+    """
     module, operand = change.module, change.target.recipe.fprop_weight
     w_NK = w_NK.to(device, change.dtype).contiguous()
     held = module.held_scales(change.parameter, expert) if isinstance(module, QATExperts) else None

@@ -42,7 +42,8 @@ def identity(weight: Tensor) -> Hashable:
 
 
 def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
-    """Why the weights that several modules hold cannot be quantised: a module left out, or two different configs.
+    """Return why the weights that several modules hold cannot be quantised: a module left out, or two different
+    configs.
 
     chosen: by the id of each module whose weight is to be quantised, its recipe.
     """

@@ -105,7 +105,7 @@ class Report:
         return render.markdown(self.rows, self.totals, self.coverage) + render.routing(self.routing)
 
     def to_csv(self) -> str:
-        """One line a row; None is empty."""
+        """Return one line a row; None is empty."""
         return render.csv_text(self.rows)
 
     def to_json(self) -> str:

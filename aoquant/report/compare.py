@@ -93,7 +93,7 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def why(error: Exception) -> str:
-    """One line for a table."""
+    """Return one line for a table."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -24,8 +24,8 @@ _KERNELS = {
 
 
 def why_not_run(target: Target, device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
-    """Why a converted (n, k) layer on `device` will raise in forward; None when it runs, or when its kernel has no
-    check.
+    """Return why a converted (n, k) layer on `device` will raise in forward; None when it runs, or when its kernel has
+    no check.
     """
     recipe = target.recipe
     if target.tensor == "PackedTensor" or recipe.contract not in _KERNELS or device.type == "meta":

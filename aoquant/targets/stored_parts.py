@@ -70,7 +70,7 @@ def _block(kind: str, given: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _padded(shape: tuple[int, ...], block: int) -> int:
-    """How many scales (rows, K / block) are in tiles of 128 x 4."""
+    """Return how many scales (rows, K / block) are in tiles of 128 x 4."""
     *lead, rows, k = shape
     return prod(lead) * (-(-rows // 128) * 128) * (-(-(k // block) // 4) * 4)
 

@@ -35,7 +35,7 @@ class Target:
     fix: Callable[[Scales], Target] | None = None
 
     def why_not(self, n: int, k: int, dtype: torch.dtype) -> str | None:
-        """Why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
+        """Return why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
         formats: list[Operand] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
         return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
 
@@ -51,8 +51,8 @@ class Target:
         return packed_target(recipe)
 
     def why_not_embedding(self, embedding: nn.Embedding, *, has_gemm: bool) -> str | None:
-        """Why an embedding cannot have this target, and what to do; None when it can. The kernel's limits are about its
-        GEMM.
+        """Return why an embedding cannot have this target, and what to do; None when it can. The kernel's limits are
+        about its GEMM.
 
         has_gemm: whether a linear layer shares the weight and quantises its inputs.
         """

@@ -137,8 +137,8 @@ def _opaque(config: Any) -> Target:
 
 
 def float8_dialect() -> str | None:
-    """Why the MSLK that is installed here quantises fp8 rows by another formula than ours; None when it does not, or
-    there is none.
+    """Return why the MSLK that is installed here quantises fp8 rows by another formula than ours; None when it does
+    not, or there is none.
     """
     for package in ("mslk-cuda", "mslk"):
         try:

@@ -68,7 +68,7 @@ class Routes:
 
 
 def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
-    """Which backend runs, and why the others do not.
+    """Return which backend runs, and why the others do not.
 
     what: a prepared layer, or a converted one: `Routes`, for every M. Inside `fixed_weights` a prepared layer's weight
         is codes already. Stacked experts: the same, M the tokens of one expert. Or a request (`ops.Request`,
@@ -227,7 +227,7 @@ def _decoded(rows: Rows, recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -
 
 
 def _one_call(recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -> list[Route]:
-    """Where a call without gradients makes the launches of the routes at once, by one operator."""
+    """Return where a call without gradients makes the launches of the routes at once, by one operator."""
     if router.forcing() or recipe.deployed.holds:
         return []
 
@@ -246,7 +246,7 @@ class _Start(NamedTuple):
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
-    """One route for each range of M's that get the same answer."""
+    """Return one route for each range of M's that get the same answer."""
     starts = [_Start(1, ask(1))]
     for low, high in pairwise(_PROBES):
         rows = ask(high)

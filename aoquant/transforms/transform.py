@@ -39,18 +39,20 @@ class Transform(ABC):
 
     @property
     def sided(self) -> bool:
-        """Whether it has other numbers for activations than for weights; the name of a weight's format tells then."""
+        """Return whether it has other numbers for activations than for weights; the name of a weight's format tells
+        then.
+        """
         return False
 
     @property
     def fitted(self) -> bool:
-        """Whether `aoquant.calibrate` finds its matrices, (K / size, size, size), which every call is given."""
+        """Return whether `aoquant.calibrate` finds its matrices, (K / size, size, size), which every call is given."""
         return False
 
     @property
     def drawn(self) -> bool:
-        """Whether its signs are drawn for every use, as `Random.signs` gives them: for the operands of a backward GEMM
-        alone.
+        """Return whether its signs are drawn for every use, as `Random.signs` gives them: for the operands of a
+        backward GEMM alone.
         """
         return False
 

@@ -125,7 +125,7 @@ class Folder:
         return (self.stages / f"{_file_name(name)}.json").is_file()
 
     def checkpoints(self, name: str) -> Path:
-        """Where the fine-tune called so keeps its checkpoints."""
+        """Return where the fine-tune called so keeps its checkpoints."""
         return self.stages / _file_name(name)
 
     def forget(self, name: str) -> None:

@@ -163,15 +163,9 @@ def sides(
     of_x = None if row is None else quantize(row, _longer(x_RK, padded.k), of_row)
     if col is None:
         return Quantized(of_x, None)
-    if of_x is not None and of_x.encoded is not None and of_col.values is None and shares_codes(first, col):
+    if of_x is not None and of_x.encoded is not None and of_col.values is None and first.shares_codes(col):
         return Quantized(of_x, Side(transposed(col, of_x.encoded, padded.r)))
     return Quantized(of_x, quantize(col, _longer(x_RK.t(), padded.r), of_col))
-
-
-@cache
-def shares_codes(row: Operand, col: Operand) -> bool:
-    """Return whether the codes of x^T are those of x, transposed."""
-    return row.name == col.name and row.transform is None and row.format.square and not row.draws
 
 
 def transposed(operand: Operand, e: Encoded, padded: int) -> Encoded:

@@ -33,7 +33,7 @@ _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def why_not_encode(format: Format, device: torch.device) -> str | None:
-    """Why the library cannot encode `format` on `device`; None when it can."""
+    """Return why the library cannot encode `format` on `device`; None when it can."""
     if _encoder(format) is None:
         return "encodes four-over-six, GridFlip and NVFP4's search alone"
     if format.reach == "row":

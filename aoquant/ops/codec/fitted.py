@@ -46,7 +46,7 @@ def _why_not_transform(r: CodecRequest) -> str | None:
 
 
 def why_not(r: CodecRequest) -> str | None:
-    """Why codes behind a fitted transform are not made in one pass; None when they are."""
+    """Return why codes behind a fitted transform are not made in one pass; None when they are."""
     f = r.operand.format
     if r.values:
         return "makes codes alone"

@@ -26,7 +26,7 @@ from .triton_kernels import imported, kernels_of
 
 @cache
 def lacks_triton(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`."""
+    """Return why the Triton kernels cannot run on `device`."""
     if device.type != "cuda":
         return "its kernels are for CUDA devices"
     if find_spec("triton") is None:
@@ -37,13 +37,15 @@ def lacks_triton(device: torch.device) -> str | None:
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether our Triton kernels run on `device`."""
+    """Return whether our Triton kernels run on `device`."""
     return lacks_triton(device) is None
 
 
 @cache
 def finds_outer(operand: Operand) -> bool:
-    """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
+    """Return whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s
+    `measured`).
+    """
     kernels = kernels_of(operand.format)
     return kernels is not None and kernels.measures and operand.format.per_tensor
 
@@ -70,7 +72,7 @@ def _why_not_quantize(r: CodecRequest) -> str | None:
 
 
 def why_not_read(r: CodecRequest) -> str | None:
-    """Why nothing of ours runs on the request's device, or reads its matrix; None when something may."""
+    """Return why nothing of ours runs on the request's device, or reads its matrix; None when something may."""
     if lacks := lacks_triton(r.device):
         return lacks
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:

@@ -193,7 +193,7 @@ KERNELS = (
 
 
 def in_strips(rows: Operand | None, columns: Operand | None) -> bool:
-    """Whether `operands.py` makes these, of x and of x^T; None: not that one."""
+    """Return whether `operands.py` makes these, of x and of x^T; None: not that one."""
     of_x = rows is None or (_strip_format(rows.format) and rows.transform is None)
     return of_x and (columns is None or (_strip_format(columns.format) and _strip_transform(columns)))
 
@@ -217,15 +217,17 @@ def kernels_of(format: Format) -> Kernels | None:
 
 
 def takes_stacks(format: Format) -> bool:
-    """Whether a kernel makes the values of a stack of experts, under an outer scale for each where the format has
-    one.
+    """Return whether a kernel makes the values of a stack of experts, under an outer scale for each where the format
+    has one.
     """
     kernels = kernels_of(format)
     return kernels is not None and kernels.stacked(format)
 
 
 def why_not(r: CodecRequest) -> str | None:
-    """Why no kernel encodes, decodes or quantises the request's format, its transform apart; None when one does."""
+    """Return why no kernel encodes, decodes or quantises the request's format, its transform apart; None when
+    one does.
+    """
     format, kernels = r.operand.format, kernels_of(r.operand.format)
     if kernels is not None and kernels.draws:
         return kernels.why_not(r) if r.role == "quantize" else f"has no kernel to {r.role} {r.operand.name}"

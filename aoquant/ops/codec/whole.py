@@ -21,12 +21,12 @@ _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def has(operand: Operand) -> bool:
-    """Whether the kernel knows the operand."""
+    """Return whether the kernel knows the operand."""
     return operand.name in ("nvfp4", "fp8-tensor", "fp8-tensor-native")
 
 
 def why_not(r: CodecRequest) -> str | None:
-    """Why the kernel does not encode the request, of an operand that it `has`."""
+    """Return why the kernel does not encode the request, of an operand that it `has`."""
     if r.rows * r.k < LEAST or r.k % 16:
         return f"encodes {LEAST} values or more of {r.operand.name}, in rows of a multiple of 16, got {r.rows} x {r.k}"
     if r.dtype not in FLOAT_DTYPES:

@@ -92,7 +92,7 @@ def _why_not_torch(r: Request) -> str | None:
 
 
 def _as_it_lies(w: Encoded) -> bool:
-    """Whether kernels read W's own bytes. They must not read a copy, which would miss later writes in place."""
+    """Return whether kernels read W's own bytes. They must not read a copy, which would miss later writes in place."""
     return all(t is None or t.is_contiguous() for t in w.tensors)
 
 

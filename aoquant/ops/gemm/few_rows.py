@@ -53,8 +53,8 @@ _KINDS: dict[type[Format], str] = {
 
 
 def kind(f: Format) -> str | None:
-    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip";
-    "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
+    """Return how codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale;
+    "gridflip"; "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
     """
     how = _KINDS.get(type(f))  # a subclass is another format
     fits = f.element == "e4m3" and f.reach == "row" if how == "fp8" else f.bits == 4
@@ -85,8 +85,8 @@ def _why_not_cuda(r: Request) -> str | None:
 
 
 def decodes(r: Request) -> bool:
-    """Whether csrc makes W's values for this product, for however many rows; or multiplies a stack of such W's, those
-    of experts.
+    """Return whether csrc makes W's values for this product, for however many rows; or multiplies a stack of such W's,
+    those of experts.
     """
     return _why_not_csrc(r) is None
 
@@ -109,7 +109,9 @@ def _why_not_csrc(r: Request) -> str | None:
 
 
 def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = None) -> int:
-    """What csrc is told of W, for products in `dtype`. encoder: of x, a row format's name; None: x stays as it is."""
+    """Return what csrc is told of W, for products in `dtype`. encoder: of x, a row format's name; None: x stays as it
+    is.
+    """
     how = kind(f)
     assert how is not None
     even, odd = f.shifts
@@ -119,7 +121,7 @@ def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = Non
 
 
 def alpha_of(f: Format, w: Encoded) -> Tensor | None:
-    """What multiplies W's sums: the scales of fp8's rows, else the outer scale."""
+    """Return what multiplies W's sums: the scales of fp8's rows, else the outer scale."""
     return w.scale if kind(f) == "fp8" else w.outer
 
 
@@ -168,7 +170,7 @@ def _bind_cuda(r: Request, w: Encoded) -> Multiply | None:
 
 
 def is_aligned(t: Tensor) -> bool:
-    """Whether kernels can read t as it lies: contiguous, from an address that is a multiple of 16."""
+    """Return whether kernels can read t as it lies: contiguous, from an address that is a multiple of 16."""
     return t.is_contiguous() and t.data_ptr() % 16 == 0
 
 

@@ -39,7 +39,7 @@ def scaled_mm(c: Call) -> Tensor:
 
 
 def _in_blocks(x: Format | None, w: Format) -> bool:
-    """Whether both are in ggml's blocks, x in 8 bits, so that integers are multiplied."""
+    """Return whether both are in ggml's blocks, x in 8 bits, so that integers are multiplied."""
     return x is not None and x.standard == "q8_0" and w.standard in KINDS
 
 

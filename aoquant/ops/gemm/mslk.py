@@ -48,7 +48,7 @@ def operator(name: str) -> Callable[..., Any]:
 
 
 def why_not_operator(name: str) -> str | None:
-    """Why there is no operator `name` here; None when there is."""
+    """Return why there is no operator `name` here; None when there is."""
     _, reason = _find(name)
     return reason
 
@@ -68,8 +68,8 @@ def _find(name: str) -> tuple[Callable[..., Any] | None, str | None]:
 
 
 def int4_limit(n: int, k: int, group: int, multiple: int) -> str | None:
-    """Why the plain int4 kernels cannot take an (n, k) weight in groups of `group`; multiple: 64 for bf16 activations,
-    128 for fp8.
+    """Return why the plain int4 kernels cannot take an (n, k) weight in groups of `group`; multiple: 64 for bf16
+    activations, 128 for fp8.
     """
     if group % multiple and group != k:
         return (

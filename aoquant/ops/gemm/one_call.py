@@ -27,8 +27,8 @@ Multiplier = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> int | None:
-    """What tells the operator how to multiply m rows by W; None where it is not made for them, or would not be what the
-    router chooses.
+    """Return what tells the operator how to multiply m rows by W; None where it is not made for them, or would not be
+    what the router chooses.
     """
     f = w_as.format
     how = kind(f)
@@ -44,7 +44,7 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
 
 
 def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool:
-    """Whether csrc's encoder of rows is what encodes m rows of x."""
+    """Return whether csrc's encoder of rows is what encodes m rows of x."""
     if x_as.name not in ROW_FORMATS:
         return False
     return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False, True)).name == "cuda"

@@ -17,7 +17,7 @@ from ..router import Backend, Request
 
 
 def why_not_packed(f: Format | None) -> str | None:
-    """Why a format's codes and scales are no FP4 operand; None when they are."""
+    """Return why a format's codes and scales are no FP4 operand; None when they are."""
     if f is not None and f.family in ("mxfp4", "nvfp4") and f.tile_rows == 1 and f.name != "mxfp4-sr":
         return None
     return f"multiplies packed FP4 with a scale per row and block, got {f.name if f else 'high precision'}"

@@ -54,7 +54,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _lacks(device: torch.device, dtype: torch.dtype, symbol: str) -> str | None:
-    """Why `symbol` cannot run here."""
+    """Return why `symbol` cannot run here."""
     capability, wants = _capability(device), list[str]()
     if capability is None or capability[0] not in BLACKWELL:
         wants.append("qutlass's FP4 kernels need a Blackwell GPU (sm_100, 101, 110 or 120)")
@@ -155,7 +155,7 @@ def _encode(made_as: Operand, x_RK: Tensor) -> Encoded:
 
 @cache
 def _swizzles(function: Any) -> bool:
-    """Whether this build's quantiser gives its scales swizzled."""
+    """Return whether this build's quantiser gives its scales swizzled."""
     return "is_sf_swizzled_layout" in inspect.signature(function).parameters
 
 

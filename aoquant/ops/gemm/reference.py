@@ -176,7 +176,7 @@ def _always(request: Request) -> None:
 
 
 def _bound(decode: Decode) -> Callable[[Request, Encoded], Multiply | None]:
-    """What binds a W that `decode` decodes to the contract "aoquant"."""
+    """Return what binds a W that `decode` decodes to the contract "aoquant"."""
 
     def bind(r: Request, w: Encoded) -> Multiply | None:
         f = r.w_format

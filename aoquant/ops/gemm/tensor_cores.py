@@ -90,7 +90,7 @@ def _bind(r: Request, w: Encoded) -> Multiply | None:
 
 
 def by_csrc(r: Request, w: Encoded) -> bool:
-    """Whether csrc decodes W for calls without gradients."""
+    """Return whether csrc decodes W for calls without gradients."""
     return decodes(r) and all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero))
 
 
@@ -139,7 +139,7 @@ def _block(
 
 
 def _part(t: Tensor | None, rows: slice, n: int) -> Tensor | None:
-    """What belongs to some rows of W, of something that each row has, or that all have alike."""
+    """Return what belongs to some rows of W, of something that each row has, or that all have alike."""
     return t if t is None or t.shape[0] != n else t[rows]
 
 

@@ -80,7 +80,7 @@ NOT_ON_META = (
 
 
 def why_not_pack(operator: str, device: torch.device) -> str | None:
-    """Why weights on `device` cannot be packed for the operator ("cpu" or "cuda"); None when they can."""
+    """Return why weights on `device` cannot be packed for the operator ("cpu" or "cuda"); None when they can."""
     name = {"cpu": "_convert_weight_to_int4pack_for_cpu", "cuda": "_convert_weight_to_int4pack"}[operator]
     if not hasattr(_aten, name):
         return f"this torch has no {name}"

@@ -42,7 +42,7 @@ def _why_not_scaled_mm(r: Request) -> str | None:
 
 @cache
 def _cpu_row_scales() -> bool:
-    """Whether this torch's CPU kernel takes a scale per row: 2.11's does not, 2.13's does."""
+    """Return whether this torch's CPU kernel takes a scale per row: 2.11's does not, 2.13's does."""
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     scale = torch.ones(16, 1, device="cpu")
     try:
@@ -98,7 +98,7 @@ _refused: set[tuple[object, ...]] = set()  # operands, by `_asked`, for which cu
 def _asked(
     contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[object, ...]:
-    """What cuBLAS asks for when it chooses a kernel: shapes, dtypes and the device."""
+    """Return what cuBLAS asks for when it chooses a kernel: shapes, dtypes and the device."""
     assert w.scale is not None
     shapes = x_MK.shape, scale.shape, w.codes.shape, w.scale.shape
     return (*shapes, x_MK.dtype, w.codes.dtype, x_MK.device, bias is None, dtype, contract)

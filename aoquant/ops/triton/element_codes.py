@@ -169,7 +169,7 @@ def e8m0_inverse(byte, RULE: tl.constexpr):
 
 @triton.jit
 def te_factor(outer, LARGEST: tl.constexpr):
-    """What TransformerEngine multiplies x by before it rounds: 2688 / outer, 1 for zeros."""
+    """Return what TransformerEngine multiplies x by before it rounds: 2688 / outer, 1 for zeros."""
     one = tl.full([], 1.0, tl.float32)
     return tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
 

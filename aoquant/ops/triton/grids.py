@@ -114,7 +114,7 @@ def _outer(largest):
 
 @triton.jit
 def _beside(v, EACH: tl.constexpr):
-    """One number for each block, EACH, as a column beside the block's values; or one number for all."""
+    """Return one number for each block, EACH, as a column beside the block's values; or one number for all."""
     return v[:, None] if EACH else v
 
 

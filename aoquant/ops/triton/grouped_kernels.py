@@ -102,7 +102,7 @@ def _zero_behind(y_ptr, ends_ptr, rows, n, last, B: tl.constexpr):
 
 @triton.jit
 def _gathered_sum(rows_ptr, place_ptr, y_ptr, k, TOP: tl.constexpr, B: tl.constexpr):
-    """One token: its TOP rows, wherever they are, added in float32 in their order, and rounded once."""
+    """Add the TOP rows of one token, wherever they are, in float32 in their order, and round once."""
     token = tl.program_id(0)
     column = tl.program_id(1) * B + tl.arange(0, B)
     inside = column < k

@@ -63,7 +63,7 @@ def _capability(device: torch.device) -> int:
 
 
 def why_not(x_MK: Tensor, w_NK: Tensor) -> str | None:
-    """Why this kernel cannot multiply these, or None."""
+    """Return why this kernel cannot multiply these, or None."""
     if _capability(x_MK.device) < 9:
         return "the bulk tensor copy engine needs compute capability 9.0"
     if x_MK.shape[1] % 8 or w_NK.shape[0] % 8:
@@ -75,7 +75,7 @@ def why_not(x_MK: Tensor, w_NK: Tensor) -> str | None:
 
 
 def _is_across(x_RC: Tensor) -> bool:
-    """Whether x's memory is that of its transpose, which the copy engine reads."""
+    """Return whether x's memory is that of its transpose, which the copy engine reads."""
     return x_RC.stride(0) == 1 and x_RC.shape[0] % 8 == 0 and x_RC.t().is_contiguous()
 
 

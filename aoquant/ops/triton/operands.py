@@ -251,7 +251,7 @@ def _operands(
 
 
 def _kind(operand: Operand | None) -> str:
-    """How a side is rounded."""
+    """Return how a side is rounded."""
     if operand is None:
         return ""
     return "drawn" if operand.format.draws else "mx" if operand.format.family.startswith("mx") else "te"

@@ -219,7 +219,7 @@ def _sum(x_NB, NB: tl.constexpr):
 
 @triton.jit
 def _in_whole(i, first, run, stride):
-    """Where row, or column, i of a part lies: `formats.random.Span`."""
+    """Return where row, or column, i of a part lies: `formats.random.Span`."""
     return first + i // run * stride + i % run
 
 

@@ -31,7 +31,7 @@ SQUARE = 128  # rows and columns of a tile that is written both ways
 
 @triton.jit
 def _factor(amax_bits, LIMIT: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr):
-    """What values are multiplied by, from the bits of their absmax; 1 for 0, Inf and NaN."""
+    """Return what values are multiplied by, from the bits of their absmax; 1 for 0, Inf and NaN."""
     amax = bits_float(amax_bits)
     factor = least(tl.div_rn(tl.zeros_like(amax) + LIMIT, amax), LARGEST)
     if POW2:
