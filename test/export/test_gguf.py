@@ -94,7 +94,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 32}),
     "qwen2": (Qwen2Config, {}),
-    # transformers' reader leaves Qwen3's head_dim out and takes 128 (docs/evidence/upstream.md)
+    # transformers' reader leaves Qwen3's head_dim out and takes 128 (../../upstream/README.md)
     "qwen3": (Qwen3Config, {"head_dim": 128}),
     "gemma2": (Gemma2Config, {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "gemma3": (Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 2}),

@@ -25,14 +25,14 @@ from aoquant.targets import REASONS, supported
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
+READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("upstream/**/README.md"), *PAGES]
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 TO_HEADING = re.compile(r"\]\(((?!https?:)[^)#]*\.md)?#([^)]+)\)")
 NAMED = re.compile(r"\bdocs/[\w/-]+\.md\b")
-NOT_RUN = 4
+NOT_RUN = 2
 WIDTH, ROW, README, GLOSSARY, GUIDE, TROUBLES = 120, 400, 100, 35, 20, 30
 FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
 
@@ -109,7 +109,9 @@ def test_links_to_headings_find_them(page: Path) -> None:
 @pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
 def test_cited_files_and_tests_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    files = set(re.findall(r"(?<![\w/.-])(?:aoquant|test|benchmarks|eval|docs|csrc|examples|tools)/[\w./-]*\w", text))
+    files = set(
+        re.findall(r"(?<![\w/.-])(?:aoquant|test|benchmarks|eval|docs|csrc|examples|tools|upstream)/[\w./-]*\w", text)
+    )
     assert [name for name in sorted(files) if not (ROOT / name).exists() and "COMMIT" not in name] == []
     assert set(re.findall(r"\btest_\w+(?:\.py)?(?![\w/*])", text)) - written_tests() == set()
 
