@@ -21,7 +21,7 @@ UNCOMPILED := tests?|testing|models|lexers|tasks|pip|setuptools|_vendor|nltk|fon
 # Else each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup kernels cpu-kernels demo test test-versions test-newest test-oldest gpu-test sanitize sanitize-cpu gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
+.PHONY: setup kernels cpu-kernels demo test test-versions test-newest test-oldest gpu-test sanitize sanitize-cpu gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check release clean
 
 setup: $(STAMP)
 
@@ -121,6 +121,11 @@ docs: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Build, check and try a release (tools/release.py); dist/ then holds what `twine upload dist/*` takes. Gigabytes for each Python.
+release: setup
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[release]'
+	$(BIN)/python -m tools.release $(RELEASE)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,8 @@
 """Checksums of a checkpoint's tensors: damage that leaves a file readable is an error when the model is loaded.
 
 Every file that aoquant writes has an entry `aoquant_crc32` in its metadata: a JSON object with a CRC-32 for each
-tensor, of its dtype, its shape and its bytes, and one for the rest of the metadata. Every shard holds the checksums of
+tensor, of its dtype, its shape and its bytes, one for the rest of the metadata, and the version of the format
+(STABILITY.md). Every shard holds the checksums of
 all shards, or of that table, so shards of two checkpoints do not mix. CRC-32 guards against damage, not against an
 attacker; it is the fastest in the standard library, and can be computed piece by piece in threads.
 """
@@ -28,6 +29,8 @@ CONFIGS = "aoquant_configs_crc32"
 FOLDER = "aoquant_folder_crc32"
 ENTRIES = (KEY, CONFIGS)  # of a header, beside the descriptions of tensors
 _METADATA = "__metadata__"  # the entry of the rest of the metadata
+_FORMAT = "__format__"  # the entry of the format's version, which tables made before it lack
+VERSION = 1  # moves when an older aoquant would read a new file wrongly
 _CONFIG = "config.json"
 _BY_OTHERS = (KEY, "format")  # transformers adds "format" after the checksums are made
 _verifying: ContextVar[bool] = ContextVar("verifying", default=True)
@@ -68,7 +71,7 @@ def table(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 def encoded(checksums: Mapping[str, int], metadata: Mapping[str, str]) -> str:
     """Return the entry for a file's metadata, of checksums that are known."""
-    every = {**checksums, _METADATA: _of_metadata(metadata)}
+    every = {**checksums, _METADATA: _of_metadata(metadata), _FORMAT: VERSION}
     return json.dumps({name: f"{every[name]:08x}" for name in sorted(every)}, separators=(",", ":"))
 
 
@@ -194,14 +197,25 @@ def verify_unless_told(paths: Iterable[Path], *, configs: bool = False) -> None:
 
 
 def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums in a header, when those of the header itself hold; none where another library wrote it."""
+    """Return the checksums in a header, when those of the header itself hold; none where another library wrote it.
+
+    Raises:
+        ValueError: the header is damaged, or a newer aoquant wrote the file.
+    """
     if KEY not in metadata and not any(f'"{_METADATA}":"' in text for text in metadata.values()):
         return {}
     try:
         wanted: dict[str, str] = json.loads(metadata[KEY])
+        written_as = int(wanted.pop(_FORMAT, "1"), 16)
         intact = wanted[_METADATA] == f"{_of_metadata(metadata):08x}" and metadata.get("format", "pt") == "pt"
     except MALFORMED:
         intact = False
+    else:
+        if written_as > VERSION:
+            raise ValueError(
+                f"{path}: was written in format {written_as} of aoquant's checkpoints, and this aoquant reads up to "
+                f"{VERSION}: install a newer one"
+            )
     if not intact:
         raise ValueError(
             f"{path}: its header is damaged, the metadata's checksum differs: copy or save the checkpoint again"

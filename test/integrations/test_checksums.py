@@ -160,3 +160,20 @@ def test_a_model_that_transformers_loaded_can_be_saved_again(
     third = load_pretrained(tmp_path / "again")
     with torch.no_grad():
         assert torch.equal(third(IDS).logits, first(IDS).logits)
+
+
+def test_a_newer_format_is_refused_and_an_unmarked_one_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    for version in ("00000002", None):
+        folder = copy_of(folders["whole"], tmp_path / str(version))
+        file = folder / "model.safetensors"
+        metadata = dict(header(file).metadata)
+        table = json.loads(metadata[checksums.KEY])
+        assert table.pop("__format__") == f"{checksums.VERSION:08x}"
+        if version is not None:
+            table["__format__"] = version
+        save_file(load_file(file), file, {**metadata, checksums.KEY: json.dumps(table)})
+        if version is None:
+            assert torch.equal(load_pretrained(folder)(IDS).logits, load_pretrained(folders["whole"])(IDS).logits)
+        else:
+            with pytest.raises(ValueError, match=str(file)):
+                load_pretrained(folder)

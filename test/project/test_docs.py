@@ -25,7 +25,11 @@ from aoquant.targets import REASONS, supported
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("upstream/**/README.md"), *PAGES]
+READ = [
+    *(path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"),
+    *ROOT.glob("upstream/**/README.md"),
+    *PAGES,
+]
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
