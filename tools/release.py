@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,8 +86,20 @@ def check() -> None:
         raise SystemExit("no release: " + "; ".join(found))
 
 
+def missing(wheel: Path, tracked: Sequence[str]) -> list[str]:
+    """Return the files of the package that a wheel lacks. tracked: paths in the repository."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    wanted = [name.replace("eval/assets/", "aoquant/assets/") for name in tracked]
+    return [name for name in wanted if name.startswith("aoquant/") and name not in held]
+
+
 def build(out: Path) -> list[Path]:
-    """Return the files of a release, made in the empty folder `out` from what is committed."""
+    """Return the files of a release, made in the empty folder `out` from what is committed.
+
+    Raises:
+        SystemExit: a build failed, or a wheel lacks a file of the package.
+    """
     date = run("git", "log", "-1", "--format=%ct").strip()
     env = os.environ | {"SOURCE_DATE_EPOCH": date, "AOQUANT_BUILD_CSRC": "0", "PYTHONHASHSEED": "0"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -107,6 +120,10 @@ def build(out: Path) -> list[Path]:
         (linux,) = native.glob("*linux*.whl")
         outside = [word for name in OUTSIDE for word in ("--exclude", name)]
         run(sys.executable, "-m", "auditwheel", "repair", *outside, "--wheel-dir", out, linux, env=env)
+    tracked = run("git", "ls-files").splitlines()
+    for made in out.glob("*.whl"):
+        if lost := missing(made, tracked):
+            raise SystemExit(f"{made.name} lacks {lost}")
     return sorted(out.iterdir())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from setuptools import find_packages
 
 from tools import release
 
@@ -49,6 +50,13 @@ def test_issue_templates_ask_for_the_doctor() -> None:
     for name in ("bug", "request"):
         form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
         assert any(part.get("id") == "doctor" and part["validations"]["required"] for part in form["body"])
+
+
+def test_every_folder_of_the_package_is_one() -> None:
+    """find_packages leaves out a folder without __init__.py, and the checkout would not tell."""
+    folders = {path.parent for path in (ROOT / "aoquant").rglob("*.py")}
+    found = {ROOT.joinpath(*name.split(".")) for name in find_packages(str(ROOT), include=["aoquant", "aoquant.*"])}
+    assert folders == found
 
 
 def test_an_archive_has_one_date_and_no_owner(tmp_path: Path) -> None:
