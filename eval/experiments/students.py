@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.quantization import (
@@ -78,6 +77,8 @@ class Student:
             options = {"scales": "learned"} if row.trick == "scales" else {}
             prepare(model, get_recipe(row.recipe).prepare(seed=seed, **options), self.blocks_BT, batch_size=8)
         if row.kind == "lora":
+            from peft import LoraConfig, get_peft_model
+
             torch.manual_seed(seed)
             model = get_peft_model(model, LoraConfig(**LORA))
         return model

@@ -1,0 +1,49 @@
+"""The rows: recipes of aoquant's, torchao's own QAT, and the float model trained on the same tokens.
+
+`float-ce` is the float model fine-tuned by cross entropy. `float-kl` is the float model distilled from itself, whose
+gradient is zero: it shows that the loop adds nothing. `torchao-NAME` is trained by torchao's own `QATConfig` and served
+in torchao's converted layers, and again with its trained weights quantised by each recipe of `SERVED`, which has the
+same grid: the kernel or file that aoquant's row of that recipe was trained for.
+"""
+
+from __future__ import annotations
+
+from experiments.rows import Row
+
+from aoquant.recipes import get_recipe
+
+MXFP4 = {"mxfp4-floor": "mxfp4-floor/mxfp4-floor", "mxfp4-ceil": "mxfp4-ceil/mxfp4-ceil"}  # rules without a name
+RECIPES = (
+    "int4-g128", "nvfp4", "vllm-w4a16-g128", "mxfp4", "int4-g32", "gguf-q4_0", "int8-int4", "vllm-w4a16-g32",
+    "vllm-nvfp4", "vllm-mxfp4", "nvfp4-4over6", "mxfp4-h32", "fp8", "mxfp8", "vllm-fp8", "vllm-int8",
+    "nvfp4-weight", "mxfp4-weight", "gridflip", "gridflip-search", "nvfp4-h16", "mxfp4-wush", "nvfp4-wush",
+    "int3-g32", "int2-g32", "quartet2", "fp8-hybrid", "nvfp4-training", "mxfp4-quest", "gguf-q8_0", *MXFP4,
+)  # fmt: skip
+SERVED = {
+    "int4-g128": ("int4-g128",), "int4-g32": ("int4-g32",), "intx4-g32": ("vllm-w4a16-g32", "gguf-q4_0"),
+    "int8-int4": ("int8-int4",), "fp8": ("fp8",), "mxfp4": ("mxfp4",),
+}  # fmt: skip
+FLOATS = ("float-ce", "float-kl")
+EMBEDDING = (
+    "fp8", "int8", "mxfp8", "vllm-fp8", "vllm-int8", "gguf-q8_0", "int4-g32", "int4-g128", "vllm-w4a16-g32",
+    "vllm-w4a16-g128", "gguf-q4_0", "int8-int4", "nvfp4", "nvfp4-4over6", "nvfp4-weight", "gridflip-search", "mxfp4",
+    "mxfp4-h32", "mxfp4-weight",
+)  # fmt: skip
+
+
+def row(name: str) -> Row:
+    """Return the row of a name. Raises ValueError for a name that is none."""
+    if name in ("float", *FLOATS):
+        return Row(name, "", "float")
+    kind, _, recipe = name.partition("-")
+    if kind == "torchao" and recipe in SERVED:
+        return Row(name, "", "torchao", recipe)
+    return Row(name, "", "aoquant", get_recipe(MXFP4.get(name, name)).name)
+
+
+def every(embedding: bool) -> tuple[str, ...]:
+    """Return the names of all rows for a kind of model, those that matter most first."""
+    if embedding:
+        return EMBEDDING
+    torchao = [f"torchao-{name}" for name in SERVED]
+    return (*RECIPES[:4], *torchao[:1], FLOATS[0], *RECIPES[4:8], *torchao[1:], *RECIPES[8:], FLOATS[1])

@@ -1,0 +1,206 @@
+"""What one process does: rows, one after the other, each result appended to the CSV at once.
+
+    PTQ, once -> QAT (or float training) -> score as trained -> convert -> score as served
+
+`equal` says whether every number of the scores is the same bit for bit as trained and as served. A row that fails
+leaves its error in the CSV, and the process goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import fcntl
+import gc
+import json
+import queue
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiments.rows import Row
+from experiments.students import Student, weight_bits
+from provenance import provenance
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from aoquant.integrations.finetune import master_adamw, order_of_blocks, rate_at
+from real_models import rows
+from real_models.causal import CausalLM
+from real_models.embedding import Embedding
+
+KEY = ("row", "stage", "served", "loss", "tokens", "rate", "seed")
+SCORES = (
+    "wikitext_word_perplexity", "other_word_perplexity", "validation_word_perplexity", "wikitext_kl", "wikitext_top1",
+    "other_kl", "other_top1", "validation_kl", "validation_top1", "one_minus_cosine", "top10", "top1",
+)  # fmt: skip
+COLUMNS = (
+    *KEY, *SCORES, *(f"trained_{name}" for name in SCORES), "equal", "prompts", "prompts_changed", "bits", "first_loss",
+    "last_loss", "seconds_step", "peak_gb", "jobs", "model", "batch", "block", "device", "torch", "transformers",
+    "commit", "date", "command", "error",
+)  # fmt: skip
+
+
+def is_embedding(model: Path) -> bool:
+    """Return whether a folder's model has no language-model head."""
+    architectures = AutoConfig.from_pretrained(str(model)).architectures or ("",)
+    return not architectures[0].endswith("ForCausalLM")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV; none where there is none."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def missing(o: Any, row: Row, done: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return the keys of a row's results that the CSV lacks. A result with an error counts as done."""
+    loss = "ce" if row.name == "float-ce" else "cosine" if o.embedding else "kl"
+    untrained = {"row": row.name, "stage": "ptq", "served": "", "loss": "", "tokens": 0, "rate": 0, "seed": 0}
+    trained = {"loss": loss, "tokens": o.tokens, "rate": o.rate, "seed": o.seed}
+    if row.name == "float":
+        wanted = [untrained | {"stage": "float"}]
+    else:
+        served = ("torchao", *rows.SERVED[row.recipe]) if row.kind == "torchao" else ("",)
+        wanted = [] if row.kind == "float" else [untrained]
+        wanted += [untrained | trained | {"stage": "qat", "served": by} for by in served if o.tokens]
+    have = {tuple(line[name] for name in KEY) for line in done}
+    return [key for key in wanted if tuple(str(key[name]) for name in KEY) not in have]
+
+
+class Worker:
+    """One process with its float model."""
+
+    def __init__(self, o: Any) -> None:
+        self.o = o
+        kind, dtype = (AutoModel, torch.float32) if o.embedding else (AutoModelForCausalLM, torch.bfloat16)
+        self.float_model = kind.from_pretrained(str(o.model), dtype=dtype).to(o.device).eval()
+        with safe_open(o.tokens_file, "pt") as file:
+            texts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            bos = file.metadata()["bos"]
+        for name in ("wikitext", "other", "validation") if o.pages else ():
+            lengths = texts[f"{name}.lengths"][: o.pages]
+            texts |= {f"{name}.lengths": lengths, f"{name}.words": texts[f"{name}.words"][: o.pages]}
+            texts[f"{name}.ids"] = texts[f"{name}.ids"][: int(lengths.sum())]
+        if o.embedding:
+            self.task: Any = Embedding(self.float_model, texts, o.batch)
+        else:
+            self.task = CausalLM(self.float_model, texts, int(bos), o.batch, o.block)
+
+    def run(self, name: str) -> None:
+        """Make what a row lacks."""
+        row = rows.row(name)
+        wanted = missing(self.o, row, read(self.o.csv))
+        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0))
+        untrained = [key for key in wanted if key["stage"] != "qat"]
+        trained = [key for key in wanted if key["stage"] == "qat"]
+        for key in untrained:
+            self._result(key, lambda: self._untrained(row, student))
+        if trained:
+            self._trained(row, student, trained)
+
+    def _untrained(self, row: Row, student: Student) -> dict[str, Any]:
+        model = self.float_model if row.kind == "float" else student.ptq()
+        found = self.task.score(model)
+        return {**found, "bits": weight_bits(model, self.float_model)}
+
+    def _trained(self, row: Row, student: Student, keys: list[dict[str, Any]]) -> None:
+        found: dict[str, Any] = {}
+
+        def train() -> dict[str, Any]:
+            model = student.prepared(self.o.seed)
+            found.update(self._train(model, keys[0]["loss"]))
+            found["model"], found["scores"] = model.eval(), self.task.score(model)
+            return self._served(row, student, keys[0], found)
+
+        self._result(keys[0], train)
+        for key in keys[1:] if "scores" in found else ():
+            self._result(key, lambda key=key: self._served(row, student, key, found))
+
+    def _train(self, model: Any, loss: str) -> dict[str, Any]:
+        o, cuda = self.o, self.o.device == "cuda"
+        steps = max(1, round(o.tokens / (o.batch * o.block)))
+        order_SB = order_of_blocks(len(self.task.blocks_BT), steps, o.batch, o.seed)
+        optimizer, losses = master_adamw(model.train(), o.rate), []
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        for step in range(steps):
+            if step == 1:  # the first one compiles kernels
+                began = time.perf_counter()
+            optimizer.param_groups[0]["lr"] = rate_at(o.rate, step, steps)
+            losses.append(self.task.backward(model, self.task.blocks_BT[order_SB[step]].to(o.device), loss))
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
+        share = max(1, steps // 20)
+        return {
+            "first_loss": sum(losses[:share]) / share,
+            "last_loss": sum(losses[-share:]) / share,
+            "seconds_step": round((time.perf_counter() - began) / max(1, steps - 1), 4),
+            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else "",
+        }
+
+    def _served(self, row: Row, student: Student, key: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+        trained, scores = found["model"], found["scores"]
+        if key["served"] in ("", "torchao"):
+            model = student.converted(trained)
+        else:  # torchao's trained weights on the grid of one of our recipes
+            weights, whole = trained.state_dict(), copy.deepcopy(self.float_model)
+            whole.load_state_dict({name: weights[name] for name in whole.state_dict()})
+            model = Student(rows.row(key["served"]), whole, student.blocks_BT).ptq()
+        served = scores if row.kind == "float" else self.task.score(model)
+        result = {**served, **{f"trained_{name}": value for name, value in scores.items()}}
+        result |= {"equal": torch.equal(scores["nats"], served["nats"]), "bits": weight_bits(model, self.float_model)}
+        if row.kind == "torchao" or row.recipe in {name for names in rows.SERVED.values() for name in names}:
+            result |= self.task.differing(trained, model, self.o.prompts)
+        return result | {name: found[name] for name in ("first_loss", "last_loss", "seconds_step", "peak_gb")}
+
+    def _result(self, key: dict[str, Any], make: Any) -> None:
+        o, about = self.o, provenance(self.o.device)
+        try:
+            result = make()
+        except Exception as error:  # other rows go on
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+        made = {name: about["versions"][name] for name in ("torch", "transformers")} | {"commit": o.commit}
+        made |= {"device": about["device"], "date": about["date"], "command": o.command}
+        made |= {"model": o.model.name, "batch": o.batch, "block": o.block, "jobs": o.jobs}
+        line = {**key, **{name: value for name, value in result.items() if name in COLUMNS}, **made}
+        append(o.csv, line)
+        shown = {name: value for name, value in result.items() if name in (*SCORES[:5], *SCORES[9:], "equal", "error")}
+        print(key["row"], key["stage"], key["served"], json.dumps(shown), flush=True)
+        gc.collect()
+        if o.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Append a line; processes may do so at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        writer = csv.DictWriter(file, COLUMNS)
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow(line)
+
+
+def work(o: Any, waiting: Any) -> None:
+    """Take rows from a queue until it is empty, or until a row like the longest so far would end after the limit."""
+    torch.set_num_threads(o.threads)
+    worker, longest = Worker(o), 0.0
+    while time.time() + longest < o.until:
+        try:
+            name = waiting.get(timeout=1)
+        except queue.Empty:
+            return
+        began = time.time()
+        worker.run(name)
+        longest = max(longest, time.time() - began)
