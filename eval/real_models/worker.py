@@ -66,7 +66,7 @@ def missing(o: Any, row: Row, done: list[dict[str, str]]) -> list[dict[str, Any]
         wanted = [untrained | {"stage": "float"}]
     else:
         served = ("torchao", *rows.SERVED[row.recipe]) if row.kind == "torchao" else ("",)
-        wanted = [] if row.kind == "float" else [untrained]
+        wanted = [untrained] if row.kind == "aoquant" else []
         wanted += [untrained | trained | {"stage": "qat", "served": by} for by in served if o.tokens]
     have = {tuple(line[name] for name in KEY) for line in done}
     return [key for key in wanted if tuple(str(key[name]) for name in KEY) not in have]
