@@ -2,14 +2,15 @@
 
 By distillation the student follows the float model's next-token distribution. AdamW steps float32 masters and writes
 them back rounded, because most updates are smaller than a bf16 weight's ulp. A batch is shared out among ranks; its
-text and its rate depend on the arguments alone, whatever the number of ranks. Every rank holds the whole model; while
-it trains, a copy sharded by FSDP2 holds each rank's part of the weights, gradients, masters and moments.
+text and its rate depend on the arguments alone, whatever the number of ranks. While several ranks train, FSDP2 gives
+each its part of weights, gradients, masters and moments, and no rank holds the whole model; afterwards each does again.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from aoquant.integrations.distributed import full_state_dict
+from aoquant.distributed.fsdp import reshard
 from aoquant.integrations.finetune_checkpoints import Checkpoints, interrupts
 from aoquant.integrations.progress_lines import progress
+from aoquant.integrations.teacher_cache import TeacherCache, top_k_loss
+from aoquant.linear.switches import set_fake_quant
 
 LOSSES = ("kl", "ce")
+LOOKS = 20  # at the clock of a run: whether it is good enough
 
 
 def finetune(
@@ -37,22 +42,29 @@ def finetune(
     batch_size: int,
     learning_rate: float,
     loss: str,
-    teacher: PreTrainedModel | None,
+    teacher: PreTrainedModel | TeacherCache | None,
     seed: int,
     label: str,
     checkpoints: Path | None = None,
     shared: bool = False,
+    final_learning_rate: float = 0.0,
+    fake_quant_after_n_steps: int = 0,
+    enough: Callable[[nn.Module], bool] | None = None,
 ) -> list[float]:
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
-    blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to `teacher`'s distribution, in nats per token. Runs with
+    blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to the distribution of `teacher`, a model or a cache of one
+    (`cached_teacher`), in nats per token. Runs with
     equal arguments see equal batches. checkpoints: a folder to keep the newest checkpoint in; training goes on from the
     one that is there, and is not repeated when it was complete. shared: the ranks of the default process group train
-    one model, which is whole on each; all call it.
+    one model, which is whole on each; all call it. While they train, the parameters of `model` are empty.
+    final_learning_rate: where the cosine ends. fake_quant_after_n_steps: steps of a prepared model in high precision
+    before its fake quantisation begins. enough: asked of the model after every twentieth of the steps, on all ranks;
+    training ends when it returns True.
 
     Raises:
-        ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, or a batch_size that the ranks cannot
-            share out evenly.
+        ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, no step with fake quantisation, or a
+            batch_size that the ranks cannot share out evenly.
         KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
     """
     if loss not in LOSSES or (loss == "kl" and teacher is None):
@@ -61,9 +73,10 @@ def finetune(
         raise ValueError(
             f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
         )
+    check_switch(fake_quant_after_n_steps, steps)
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
     check_batch(batch_size, size)
-    trained = shard(copy.deepcopy(model)) if shared else model
+    trained = shard(model) if shared else model
     trained.train()
     optimizer = master_adamw(trained, learning_rate)
     losses, first = torch.zeros(steps, device="cpu"), 0
@@ -73,14 +86,21 @@ def finetune(
         first = keeper.load()
     order_SB = order_of_blocks(len(blocks_BT), steps, batch_size, seed)
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
+    every, done, stop = max(1, steps // LOOKS), first, False
+
+    def is_enough() -> bool:
+        return enough is not None and 0 < done < steps and done % every == 0 and enough(trained)
+
     with progress(steps, label, "step", show=rank == 0) as bar, interrupts(keeper, echo=2.0 if shared else 0.0):
         if first:
             bar.update(first)
-        for step in range(first, steps):
-            torch.manual_seed((seed * steps + step) * size + rank)  # dropout's, the same after a stop
+        while done < steps and not stop and not is_enough():
+            if fake_quant_after_n_steps:
+                set_fake_quant(trained, done >= fake_quant_after_n_steps)
+            torch.manual_seed((seed * steps + done) * size + rank)  # dropout's, the same after a stop
             (group,) = optimizer.param_groups
-            group["lr"] = rate_at(learning_rate, step, steps)
-            value = _loss(trained, teacher, blocks_BT[order_SB[step, mine]].to(model.device), loss)
+            group["lr"] = rate_at(learning_rate, done, steps, final_learning_rate)
+            value = _loss(trained, teacher, blocks_BT, order_SB[done, mine], loss)
             value.backward()
             nn.utils.clip_grad_norm_([p for p in trained.parameters() if p.requires_grad], 1.0)
             optimizer.step()
@@ -88,22 +108,35 @@ def finetune(
             trained.zero_grad(set_to_none=True)
             # one collective: the mean loss, and whether any rank wants a checkpoint or was interrupted
             wishes = keeper.wishes() if keeper is not None else (False, False)
-            told = torch.tensor([float(value.detach()), *map(float, wishes)], device=model.device)
+            told = torch.tensor([float(value.detach()), *map(float, wishes)], device=trained.device)
             if shared:
                 dist.all_reduce(told)
             summed, due, stop = told.tolist()
-            losses[step] = summed / size
+            losses[done] = summed / size
+            done += 1
             bar.update(1)
-            bar.set_postfix(loss=f"{losses[step]:.4f}")
-            if keeper is not None and (due or stop or step + 1 == steps):
-                keeper.save(step + 1)
-            if stop:
-                raise KeyboardInterrupt
+            bar.set_postfix(loss=f"{losses[done - 1]:.4f}")
+            if keeper is not None and (due or stop or done == steps):
+                keeper.save(done)
+        if keeper is not None and not stop and first < done < steps:
+            keeper.save(done)
+    if fake_quant_after_n_steps:
+        set_fake_quant(trained, True)
     if shared:
-        model.load_state_dict(full_state_dict(trained))
+        unshard(trained, model)
+    if stop:
+        raise KeyboardInterrupt
     model.eval()
-    found: list[float] = losses.tolist()
+    found: list[float] = losses[:done].tolist()
     return found
+
+
+def check_switch(after: int, steps: int) -> None:
+    """Raise ValueError where fake quantisation would begin after the last step, or before the first."""
+    if not 0 <= after < steps:
+        raise ValueError(
+            f"fake_quant_after_n_steps must be in 0 .. {steps - 1}, below the {steps} steps of training, got {after}"
+        )
 
 
 def check_batch(batch_size: int, ranks: int) -> None:
@@ -126,30 +159,59 @@ def order_of_blocks(blocks: int, steps: int, batch: int, seed: int) -> Tensor:
     return torch.cat(rounds)[:wanted].view(steps, batch)
 
 
-def rate_at(peak: float, step: int, steps: int) -> float:
-    """Learning rate of a step (0-based): a warm-up of a twentieth, then half a cosine to zero."""
+def rate_at(peak: float, step: int, steps: int, final: float = 0.0) -> float:
+    """Learning rate of a step (0-based): a warm-up of a twentieth, then half a cosine to `final`."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
+@torch.no_grad()
 def shard(model: PreTrainedModel) -> PreTrainedModel:
-    """FSDP2 over all ranks: every decoder layer is a unit, and so is the rest. Gradients are reduced in float32."""
+    """Return `model` sharded by FSDP2 over all ranks. Its parameters move there: those of `model` are empty then.
+
+    Every decoder layer is a unit, and so is the rest. Gradients are reduced in float32. Parameters that do not train
+    stay in `model` as well, because its teacher may share them.
+    """
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     units = set(model._no_split_modules or ())
-    for module in model.modules():
+    # the copy has the memory of `model`: no rank holds two whole models, not even for a moment
+    sharded = copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()})
+    for module in sharded.modules():
         if type(module).__name__ in units:
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
+    fully_shard(sharded, mesh=mesh, mp_policy=policy)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.new_empty(0)
+    return sharded
 
 
-def _loss(model: Any, teacher: Any, ids_BT: Tensor, loss: str) -> Tensor:
+@torch.no_grad()
+def unshard(sharded: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Give `model` the weights and buffers of its shards, whole on every rank. A collective."""
+    reshard(sharded)
+    trained = dict(sharded.named_parameters())
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            shards = trained[name]
+            p.data = torch.empty(shards.shape, dtype=p.dtype, device=p.device)
+            p.copy_(shards.full_tensor() if isinstance(shards, DTensor) else shards)  # moves the version
+    buffers = dict(sharded.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def _loss(model: Any, teacher: Any, blocks_BT: Tensor, rows: Tensor, loss: str) -> Tensor:
+    """Return the loss of the blocks whose indices `rows` holds."""
+    ids_BT = blocks_BT[rows].to(model.device)
     if loss == "ce":
         value: Tensor = model(input_ids=ids_BT, labels=ids_BT).loss
         return value
+    if isinstance(teacher, TeacherCache):
+        return top_k_loss(model(input_ids=ids_BT).logits.flatten(0, 1), teacher.read(rows, ids_BT.device))
     with torch.no_grad():
         target = teacher(input_ids=ids_BT).logits
     return distillation_loss(model(input_ids=ids_BT).logits, target)
