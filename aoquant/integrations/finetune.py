@@ -26,8 +26,17 @@ from transformers import PreTrainedModel
 
 from aoquant.distributed.fsdp import reshard
 from aoquant.integrations.finetune_checkpoints import Checkpoints, interrupts
+from aoquant.integrations.losses import (
+    IGNORED,
+    chunked_loss,
+    cross_entropy,
+    hidden_states,
+    kl_divergence,
+    logits_of,
+    next_tokens,
+)
 from aoquant.integrations.progress_lines import progress
-from aoquant.integrations.teacher_cache import TeacherCache, top_k_loss
+from aoquant.integrations.teacher_cache import TeacherCache, TopK, top_k_loss
 from aoquant.linear.switches import set_fake_quant
 
 LOSSES = ("kl", "ce")
@@ -205,16 +214,29 @@ def unshard(sharded: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def _loss(model: Any, teacher: Any, blocks_BT: Tensor, rows: Tensor, loss: str) -> Tensor:
-    """Return the loss of the blocks whose indices `rows` holds."""
+    """Return the loss of the blocks whose indices `rows` holds, in nats a token."""
     ids_BT = blocks_BT[rows].to(model.device)
+    targets_N = next_tokens(ids_BT).flatten()
+    weight = 1 / (int((targets_N != IGNORED).sum()) if loss == "ce" else len(targets_N))
+    hidden_BTD = hidden_states(model, input_ids=ids_BT)
     if loss == "ce":
-        value: Tensor = model(input_ids=ids_BT, labels=ids_BT).loss
-        return value
+        return chunked_loss(model, hidden_BTD, lambda logits, at: cross_entropy(logits, targets_N[at], weight))
     if isinstance(teacher, TeacherCache):
-        return top_k_loss(model(input_ids=ids_BT).logits.flatten(0, 1), teacher.read(rows, ids_BT.device))
+        known = teacher.read(rows, ids_BT.device)
+
+        def to_known(logits_NV: Tensor, at: slice) -> Tensor:
+            return top_k_loss(logits_NV, TopK(*(t[at] for t in known))) * (len(logits_NV) * weight)
+
+        return chunked_loss(model, hidden_BTD, to_known)
     with torch.no_grad():
-        target = teacher(input_ids=ids_BT).logits
-    return distillation_loss(model(input_ids=ids_BT).logits, target)
+        teacher_ND = hidden_states(teacher, input_ids=ids_BT).flatten(0, 1)
+
+    def to_teacher(logits_NV: Tensor, at: slice) -> Tensor:
+        with torch.no_grad():
+            target_NV = logits_of(teacher, teacher_ND[at])
+        return kl_divergence(logits_NV, target_NV, weight)
+
+    return chunked_loss(model, hidden_BTD, to_teacher)
 
 
 def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:

@@ -101,7 +101,9 @@ def tune(teacher: Any) -> list[float]:
 def test_a_student_trains_on_it_as_beside_its_teacher(tmp_path: Path) -> None:
     """The whole vocabulary: equal up to the order of sums. Less of it: near."""
     beside = tune(llama(seed=1))
-    assert tune(cached(tmp_path / "all", k=V)) == pytest.approx(beside, rel=1e-3)
+    assert tune(cached(tmp_path / "all", k=V)) == pytest.approx(
+        beside, rel=1e-3, abs=1e-4
+    )  # bfloat16 rounds gradients in another order
     few = tune(cached(tmp_path / "few", k=8))
     assert few != beside and all(a < b * 1.01 for a, b in zip(few, beside, strict=True))
 

@@ -111,3 +111,22 @@ def encodings() -> Iterator[Counter[tuple[int, ...]]]:
 
     with mock.patch.object(codec, "quantize", counted):
         yield count
+
+
+class _Peak(Made):
+    """Remember the most bytes that lived at once. What a kernel allocates inside itself is not seen."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.found = [entry for entry in self.found if not entry[0].expired()]
+        self.peak = max(self.peak, self.alive())
+        return out
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return the most bytes that tensors made during `run()` take at once."""
+    with _Peak() as meter:
+        run()
+    return meter.peak

@@ -1,0 +1,218 @@
+"""Losses over a large vocabulary, a chunk of tokens at a time: no tensor of all logits is ever made.
+
+With 262 144 tokens the logits of 2048 positions take 2 GB in float32, and the plain KL divergence holds seven such
+tensors. Here the model runs to its last hidden states. Then its own code behind them (output head, soft capping,
+scaling: whatever the family has, quantised or tied) runs on one chunk of tokens after another, and each chunk is
+differentiated at once, as in Liger Kernel's fused linear losses (arXiv:2410.10989). On a GPU with liger-kernel
+installed, its kernel computes the cross entropy of a chunk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+CHUNK_BYTES = 1 << 29  # of one chunk's logits in float32: 512 tokens of a vocabulary of 262 144
+_BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
+IGNORED = -100  # target of a token that is not scored, as in torch's cross_entropy
+LossOf = Callable[[Tensor, slice], Tensor]
+
+
+def hidden_states(model: Any, **inputs: Any) -> Tensor:
+    """Run `model` to its last hidden states, (B, T, D), in what its output head reads. inputs: of the model's forward.
+
+    The model itself is called, so its hooks run (FSDP2 gathers parameters in them), and computes one position's logits.
+    """
+    found: list[Tensor] = []
+
+    def first_position(_: nn.Module, __: Any, output: Any) -> Any:
+        found.append(output[0])
+        return type(output)(last_hidden_state=output[0][:, :1])
+
+    hook = model.base_model.register_forward_hook(first_position)
+    try:
+        model(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    return found[-1]
+
+
+def logits_of(model: Any, hidden_ND: Tensor) -> Tensor:
+    """Return the logits (N, V) that `model` computes from last hidden states: its forward behind the base model."""
+    with _answering(model.base_model, hidden_ND[None]):
+        ids = torch.zeros((1, len(hidden_ND)), dtype=torch.long, device=hidden_ND.device)
+        logits: Tensor = model.forward(input_ids=ids, use_cache=False).logits
+    return logits[0]
+
+
+@contextmanager
+def _answering(base: nn.Module, hidden_BTD: Tensor) -> Iterator[None]:
+    """Make the base model return `hidden_BTD` instead of running."""
+    own = base.__dict__.get("forward")
+    base.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden_BTD)
+    try:
+        yield
+    finally:
+        del base.forward
+        if own is not None:
+            base.forward = own
+
+
+class _Hidden(BaseModelOutput):
+    """Last hidden states alone: what else a family looks for in the output of its base model is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def has_hidden_states(model: Any) -> bool:
+    """Return whether `model` is a head on a base model, as causal language models of transformers are."""
+    return getattr(model, "base_model", model) is not model
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Return how many tokens a chunk has."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
+def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | None = None) -> Tensor:
+    """Return the sum of `loss_of` over chunks of tokens, a float32 scalar, with the gradients of the plain loss.
+
+    hidden_BTD: last hidden states, from `hidden_states(model, ...)`. loss_of: takes the logits (n, V) of a chunk and
+    the slice of its tokens in (B * T), and returns its part of the loss. rows: tokens in a chunk. Gradients of the
+    head's parameters are summed over chunks in float32 and rounded once, as one GEMM would. In a quantised head whose
+    format shares scales among tokens (`batch_invariant` is False) they are shared within a chunk.
+    """
+    hidden_ND = hidden_BTD.flatten(0, 1)
+    inside = {id(p) for p in model.base_model.parameters()}
+    head = model.get_output_embeddings()
+    behind = [*model.parameters(), *(head.parameters() if head is not None else ())]
+    shared = {id(p) for p in head.parameters()} if head is not None else set()
+    chosen = {id(p): p for p in behind if p.requires_grad and (id(p) in shared or id(p) not in inside)}
+    size = rows or chunk_rows(model.config.get_text_config().vocab_size)
+
+    def of_chunk(part_ND: Tensor, at: slice) -> Tensor:
+        return loss_of(logits_of(model, part_ND), at)
+
+    total: Tensor = _Chunked.apply(of_chunk, size, hidden_ND, *chosen.values())  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Chunked(torch.autograd.Function):
+    """Differentiate each chunk in forward; backward hands out what forward summed."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_of: LossOf, size: int, hidden_ND: Tensor, *parameters: Tensor) -> Tensor:
+        differentiate = any(ctx.needs_input_grad)
+        total = torch.zeros((), device=hidden_ND.device)
+        d_hidden_ND = torch.empty_like(hidden_ND) if differentiate else None
+        summed: list[Tensor | None] = [None] * len(parameters)
+        many = len(hidden_ND) > size
+        for start in range(0, len(hidden_ND), size):
+            at = slice(start, min(start + size, len(hidden_ND)))
+            with torch.set_grad_enabled(differentiate):
+                part = hidden_ND[at].detach().requires_grad_(differentiate)
+                value = loss_of(part, at)
+            total += value.detach()
+            if d_hidden_ND is None:
+                continue
+            d_hidden_ND[at], *found = torch.autograd.grad(value, [part, *parameters], allow_unused=True)
+            for i, d in enumerate(found):
+                before = summed[i]
+                if d is not None:
+                    summed[i] = before.add_(d) if before is not None else d.float() if many else d
+            del value, part, found
+        ctx.d_hidden_ND = d_hidden_ND
+        ctx.summed = [None if d is None else d.to(p.dtype) for d, p in zip(summed, parameters, strict=True)]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
+        found = [ctx.d_hidden_ND, *ctx.summed]
+        del ctx.d_hidden_ND, ctx.summed
+        return None, None, *(None if d is None else d.mul_(grad) for d in found)
+
+
+def next_tokens(ids_BT: Tensor, ignored: int | None = None) -> Tensor:
+    """Return the target of each position, (B, T) int64: the next token, or IGNORED at the end of a row.
+
+    ignored: a token that is never a target, such as the one that begins documents.
+    """
+    targets_BT = F.pad(ids_BT[:, 1:], (0, 1), value=IGNORED)
+    return targets_BT if ignored is None else targets_BT.masked_fill(targets_BT == ignored, IGNORED)
+
+
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, weight: float = 1.0) -> Tensor:
+    """Return `weight` times the sum over rows of the cross entropy to their targets, in nats, float32.
+
+    targets_N: int64 token ids; rows whose target is IGNORED add nothing.
+    """
+    if logits_NV.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        nats: Tensor = liger_cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+        return nats.float() * weight
+    found: Tensor = _RowLoss.apply(_cross_entropy_rows, logits_NV, targets_N, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, weight: float = 1.0) -> Tensor:
+    """Return `weight` times the sum over rows of KL(teacher || student), in nats, float32.
+
+    Both are logits. The teacher's get no gradient.
+    """
+    found: Tensor = _RowLoss.apply(_kl_rows, student_NV, teacher_NV, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _cross_entropy_rows(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs_NV = F.log_softmax(logits_NV.float(), -1)
+    scored_N1, at_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
+    loss = -(logprobs_NV.gather(1, at_N1) * scored_N1).sum()
+    d_NV = logprobs_NV.exp_().scatter_add_(1, at_N1, torch.full_like(at_N1, -1, dtype=torch.float32))
+    return loss, d_NV.mul_(scored_N1)
+
+
+def _kl_rows(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor]:
+    lowest = torch.finfo(torch.float32).min  # of a token that is ruled out: 0 times it is no NaN
+    log_p_NV = F.log_softmax(teacher_NV.float(), -1).clamp_(min=lowest)
+    log_q_NV = F.log_softmax(student_NV.float(), -1).clamp_(min=lowest)
+    p_NV = log_p_NV.exp()
+    loss = log_p_NV.sub_(log_q_NV).mul_(p_NV).sum()
+    return loss, log_q_NV.exp_().sub_(p_NV)
+
+
+class _RowLoss(torch.autograd.Function):
+    """Sum a loss over blocks of rows. Its gradient, in the logits' dtype, is the one tensor of their size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Callable[[Tensor, Tensor], Any], logits_NV: Tensor, targets: Tensor, weight: float
+    ) -> Tensor:
+        d_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), device=logits_NV.device)
+        size = max(1, _BLOCK_BYTES // (4 * logits_NV.shape[-1]))
+        for start in range(0, len(logits_NV), size):
+            at = slice(start, start + size)
+            loss, d_rows_NV = rows(logits_NV[at], targets[at])
+            total += loss
+            if d_NV is not None:
+                d_NV[at] = d_rows_NV.mul_(weight)
+        ctx.d_NV = d_NV
+        return total * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
+        d_NV = ctx.d_NV
+        del ctx.d_NV
+        return None, d_NV.mul_(grad), None, None

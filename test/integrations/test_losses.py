@@ -1,0 +1,188 @@
+"""Chunked losses: the plain loss and its gradients, for every kind of output head, in the memory of one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.meters import peak_bytes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from aoquant import QATConfig, quantize_
+from aoquant.integrations import losses
+from aoquant.integrations.finetune import distillation_loss
+
+IDS = torch.arange(2 * 21).view(2, 21) * 7 % 96
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "gemma3_text": {"tie_word_embeddings": True},  # an embedding that scales
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "gpt2": {},
+    "mixtral": {"num_local_experts": 2},
+}
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[family](**SIZES | FAMILIES[family] | changes)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def by_chunks(model: Any, teacher: Any, kind: str, rows: int) -> Tensor:
+    hidden = losses.hidden_states(model, input_ids=IDS)
+    targets = losses.next_tokens(IDS).flatten()
+    seen = losses.hidden_states(teacher, input_ids=IDS).flatten(0, 1).detach()
+
+    def of(logits: Tensor, at: slice) -> Tensor:
+        if kind == "ce":
+            return losses.cross_entropy(logits, targets[at], 1 / 40)
+        return losses.kl_divergence(logits, losses.logits_of(teacher, seen[at]).detach(), 1 / 42)
+
+    return losses.chunked_loss(model, hidden, of, rows)
+
+
+def plain(model: Any, teacher: Any, kind: str) -> Tensor:
+    if kind == "ce":
+        loss: Tensor = model(input_ids=IDS, labels=IDS).loss
+        return loss
+    with torch.no_grad():
+        target = teacher(input_ids=IDS).logits
+    return distillation_loss(model(input_ids=IDS).logits, target)
+
+
+def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    value = loss()
+    value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(model: Any, teacher: Any, kind: str, rtol: float) -> None:
+    wanted = gradients(model, lambda: plain(model, teacher, kind))
+    for rows in (5, 64):
+        value, found = gradients(model, partial(by_chunks, model, teacher, kind, rows))
+        torch.testing.assert_close(value, wanted[0].float(), rtol=min(rtol, 1e-3), atol=1e-6)
+        assert found.keys() == wanted[1].keys()
+        for name, grad in found.items():
+            error = (grad.double() - wanted[1][name].double()).norm() / wanted[1][name].double().norm()
+            assert error < rtol, (name, rows, float(error))
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_the_plain_loss(family: str, kind: str) -> None:
+    assert_equal(model_of(family), model_of(family, seed=1), kind, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("recipe", ["int8-weight", "nvfp4", "int4-g32"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gemma2", False)])
+def test_equal_the_plain_loss_with_a_quantised_head(family: str, tied: bool, recipe: str, kind: str) -> None:
+    """In bfloat16 the gradients of the hidden states are rounded in another order."""
+    model = model_of(family, torch.bfloat16, tie_word_embeddings=tied)
+    chosen = ("lm_head", "model.embed_tokens") if tied else ("lm_head",)
+    quantize_(model, QATConfig(recipe), lambda m, fqn: fqn in chosen)
+    assert type(model.lm_head) is not nn.Linear
+    assert_equal(model, model_of(family, torch.bfloat16, seed=1), kind, 0.02)
+
+
+def test_gradients_of_many_chunks_are_rounded_once() -> None:
+    """In bfloat16 a sum of 32 chunks that is rounded after each is ten times as far from the float32 sum."""
+    torch.manual_seed(0)
+    model = model_of("llama", torch.bfloat16)
+    hidden = torch.randn(1, 256, 32, dtype=torch.bfloat16)
+
+    def of(logits: Tensor, at: slice) -> Tensor:
+        return losses.cross_entropy(logits, torch.arange(256)[at] % 96)
+
+    grads = []
+    for rows in (256, 8):
+        _, found = gradients(model, partial(losses.chunked_loss, model, hidden, of, rows))
+        grads.append(found["lm_head.weight"].float())
+    assert (grads[0] - grads[1]).norm() / grads[0].norm() < 3e-3
+
+
+def test_tokens_that_are_not_scored_add_nothing() -> None:
+    targets = losses.next_tokens(torch.tensor([[2, 5, 6, 2, 7]]), ignored=2)
+    assert targets.tolist() == [[5, 6, losses.IGNORED, 7, losses.IGNORED]]
+    logits = torch.randn(5, 9, requires_grad=True)
+    loss = losses.cross_entropy(logits, targets[0], 1 / 3)
+    loss.backward()
+    same = logits.detach().clone().requires_grad_()
+    wanted = F.cross_entropy(same, targets[0])
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(logits.grad, same.grad)
+
+
+def test_a_token_that_the_teacher_rules_out_adds_nothing_and_nan_is_not_hidden() -> None:
+    teacher = torch.tensor([[0.0, 1.0, -torch.inf]])
+    student = torch.tensor([[0.3, -1.0, 0.5]], requires_grad=True)
+    loss = losses.kl_divergence(student, teacher)
+    loss.backward()
+    p = teacher.softmax(-1)
+    wanted = (p[:, :2] * (p[:, :2].log() - student.log_softmax(-1)[:, :2])).sum()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(student.grad, student.detach().softmax(-1) - p)
+    assert losses.kl_divergence(torch.full((1, 3), torch.nan), teacher).isnan()
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_many_chunks_peak_as_one_does(kind: str) -> None:
+    """Beside the gradient of the head, whose sum is in float32."""
+    torch.manual_seed(0)
+    model = model_of("llama", torch.bfloat16)
+    vocabulary, rows, chunks = 8192, 64, 6
+    model.resize_token_embeddings(vocabulary)
+    hidden = torch.randn(1, rows * chunks, 32, dtype=torch.bfloat16, requires_grad=True)
+    targets, teacher = torch.arange(rows * chunks), torch.randn(1, rows * chunks, 32, dtype=torch.bfloat16)
+
+    def of(logits: Tensor, at: slice) -> Tensor:
+        if kind == "ce":
+            return losses.cross_entropy(logits, targets[at])
+        return losses.kl_divergence(logits, losses.logits_of(model, teacher[0, at]).detach())
+
+    def run(tokens: int) -> int:
+        model.zero_grad()
+        return peak_bytes(lambda: losses.chunked_loss(model, hidden[:, :tokens], of, rows).backward())
+
+    assert run(rows * chunks) <= 1.3 * run(rows)
+    logits = model.get_output_embeddings()(hidden)[0]
+    assert run(rows * chunks) < peak_bytes(lambda: F.cross_entropy(logits.float(), targets).backward()) / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_liger_kernels_cross_entropy_is_the_plain_one(family: str) -> None:
+    """With soft capping too, which the model applies before the kernel."""
+    pytest.importorskip("liger_kernel", reason="the liger extra is not installed")
+    model, ids = model_of(family).cuda(), IDS.cuda()
+    targets = losses.next_tokens(ids).flatten()
+
+    def by_liger() -> Tensor:
+        hidden = losses.hidden_states(model, input_ids=ids)
+        return losses.chunked_loss(model, hidden, lambda x, at: losses.cross_entropy(x, targets[at], 1 / 40), 5)
+
+    wanted = gradients(model, lambda: model(input_ids=ids, labels=ids).loss)
+    value, found = gradients(model, by_liger)
+    torch.testing.assert_close(value, wanted[0], rtol=1e-5, atol=1e-6)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[1][name], rtol=1e-4, atol=1e-6)
