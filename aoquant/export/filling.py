@@ -1,8 +1,7 @@
 """A model on the meta device that takes its tensors from a folder one by one, packed ones as they are.
 
-Both readers of other libraries' folders (`reading`, `reading_mxfp4`) put quantised weights in first, and let the rest
-follow. Names in files differ from the model's where transformers renames tensors or stacks experts; a folder with the
-model's own names is read as well.
+Readers of other libraries' folders put quantised weights in first, and let the rest follow. Names in files differ from
+the model's where transformers renames tensors or stacks experts; a folder with the model's own names is read as well.
 """
 
 from __future__ import annotations

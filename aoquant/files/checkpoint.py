@@ -175,7 +175,7 @@ def _check_config(directory: Path) -> None:
             f"{directory}: ModelOpt's layout is for vLLM, SGLang and TensorRT-LLM; transformers would read wrong weights. aoquant reads "
             "compressed-tensors folders and its own checkpoints"
         )
-    if quantization.get("quant_method") in ("compressed-tensors", "mxfp4"):
+    if quantization.get("quant_method") in ("compressed-tensors", "fp_quant", "mxfp4"):
         raise ValueError(
             f"{directory}: is a {quantization['quant_method']} folder and no checkpoint of aoquant's: aoquant.load_pretrained reads "
             "it, and aoquant.save_pretrained or aoquant.export write the model"

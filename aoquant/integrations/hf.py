@@ -63,7 +63,11 @@ except (AttributeError, ImportError, IndexError, TypeError) as error:
         f"'aoquant[hf]'); found {_found}: {error}"
     ) from error
 
-_READERS = {"compressed-tensors": "aoquant.export.reading", "mxfp4": "aoquant.export.reading_mxfp4"}
+_READERS = {
+    "compressed-tensors": "aoquant.export.reading",
+    "fp_quant": "aoquant.integrations.fp_quant_folder",
+    "mxfp4": "aoquant.export.reading_mxfp4",
+}
 
 
 def save_pretrained(
@@ -124,8 +128,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a quantised checkpoint and check that it is whole: files, schema, keys, quantised weights, and every byte.
 
-    A folder of compressed-tensors (llm-compressor's, Kimi K2's, or `aoquant.export`'s) and one of gpt-oss's MXFP4
-    become packed tensors too, with the codes that they hold; kwargs are dtype and device_map then.
+    A folder of compressed-tensors (llm-compressor's, Kimi K2's, or `aoquant.export`'s), of gpt-oss's MXFP4 or of
+    FP-Quant becomes packed tensors too, with the codes that it holds; kwargs are dtype and device_map then.
 
     model_class: a transformers model class or AutoModel class; models that are no causal LM need it.
     verify_checksums: compare every tensor with the checksum that stands beside it, which reads the files once more.

@@ -152,6 +152,10 @@ class FPQuantizer(FPQuantHfQuantizer):
         return emulated and not self.pre_quantized
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if self.pre_quantized and not is_fp_quant_available():
+            raise ValueError(
+                "this folder was quantised by FP-Quant: read it with aoquant.load_pretrained, on any device"
+            )
         if not self._is_ours:
             super().validate_environment(*args, **kwargs)
 
