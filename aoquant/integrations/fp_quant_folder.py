@@ -116,11 +116,12 @@ def _transform(matrix: Tensor, block: int) -> tuple[Hadamard | None, Tensor | No
     """
     size, t = matrix.shape[0], matrix.bfloat16().float()
     if t.shape == (size, size) and size in SIZES:
-        if torch.equal(t, torch.eye(size)):
+        eye, place = torch.eye(size, device=t.device), torch.arange(size, device=t.device)
+        if torch.equal(t, eye):
             return None, None
         transform = Hadamard(size, sum(1 << i for i in range(size) if t[i, 0] < 0))
-        own = transform.apply(torch.eye(size), inverse=False)
-        order, place = (t.T @ own).argmax(1), torch.arange(size)
+        own = transform.apply(eye, inverse=False)
+        order = (t.T @ own).argmax(1)
         if torch.equal(own[:, order], t) and torch.equal(order // block, place // block):
             return transform, None if torch.equal(order, place) else order
     raise ValueError(
