@@ -124,6 +124,10 @@ def _why_not(layer: QATLinear) -> str | None:
         return "its weight is sharded: use quantized_all_gather"
     if not isinstance(layer._parameters.get("weight"), nn.Parameter):
         return "its weight is computed in every call (an adapter, a parametrisation)"
+    if layer.prepared.recipe.history and not weight.requires_grad:
+        return (
+            "its weight is frozen, and the delayed scale of codes moves only when they are written: use amax_history=0"
+        )
     return reads_values(layer.prepared.recipe)
 
 
@@ -135,7 +139,7 @@ def _packed(layer: QATLinear) -> MasterCodes:
     if weight.dtype != torch.float32:
         master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
     turned = kind is not None and kind.transposed
-    return MasterCodes(master, prepared.recipe, prepared.fqn, turned, weight.dtype)
+    return MasterCodes(master, prepared.recipe, prepared.fqn, turned, weight.dtype, layer._buffers)
 
 
 @functools.cache
@@ -189,4 +193,6 @@ def _refuse_assign(masters: Masters, state: Any, prefix: str, metadata: Any, *re
 
 def _loaded(masters: Masters, keys: Any) -> None:
     """After a state_dict was loaded."""
-    masters.refresh()
+    for master in masters.masters():
+        if (codes := codes_of(master)) is not None:
+            codes.refresh(loaded=True)

@@ -124,9 +124,11 @@ class GatheredWeight(Tensor):
 
     key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors.
     master: the parameter that it was encoded from; its gradient and its `requires_grad` are read and written here too.
+    fqn: the layer's name, for errors.
     """
 
     key: str
+    fqn: str = ""
     master: Tensor | None = None
     rows: Encoded
     columns: Encoded | None
@@ -214,7 +216,9 @@ class GatheredWeight(Tensor):
             func in (aten.view.default, aten.as_strided.default) and tuple(args[1]) == tuple(w.shape)
         )
         if same:
-            return GatheredWeight(w.shape, w.dtype, w.key, w.rows, w.columns)
+            made = GatheredWeight(w.shape, w.dtype, w.key, w.rows, w.columns)
+            made.fqn = w.fqn
+            return made
         if func is aten.copy_.default and isinstance(args[1], GatheredWeight):
             w.take_parts(args[1].parts)
             return w

@@ -108,6 +108,8 @@ def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
     if p.fsdp_placement.dim != 0 or p.is_dtensor:
         return "bf16: its shards are no whole rows"
     reason = reads_values(recipe)
+    if recipe.history:
+        reason = "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"
     return None if reason is None else f"bf16: {reason}"
 
 

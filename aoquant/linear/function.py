@@ -94,7 +94,7 @@ class Saved(NamedTuple):
     x_held, w_held: scales and transforms that the layer holds.
     measured: what forward measured of W (`ops.product.Product`).
     clipped: a bit for each value of x, 1 where it gets no gradient.
-    amax: (2,), of x and W, where scales are delayed.
+    amax: (2,), of x and W, or (1,), of x where W is codes alone, where scales are delayed.
     """
 
     x: Tensor | Encoded | None = None
@@ -106,6 +106,10 @@ class Saved(NamedTuple):
     amax: Tensor | None = None
 
 
+_REWRITTEN = (
+    "its codes were written between this backward and its forward, by an optimizer's step or masters.refresh(): run every backward "
+    "before the step"
+)
 NO_GRADIENT = Needs(False, False, False, False, False)
 
 
@@ -198,7 +202,7 @@ def _applied(
     Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
     """
     if unread:
-        note_run(w)
+        note_run(w if master is None else master)
     if master is not None:
         w = WithMaster.apply(master, w)  # type: ignore[no-untyped-call]
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
@@ -231,6 +235,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
+        ctx.packed_fqn = w.fqn if isinstance(w, GatheredWeight) else ""
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -238,7 +243,7 @@ class QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, kept(ctx)
+        recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, kept(ctx, ctx.packed_fqn)
         x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
         x_as: Any = recipe.fprop_input
         random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
@@ -358,7 +363,7 @@ def multiply(
         w_held=w_held if w_held is None or reads_w else _transform_of(w_held) if needs.w else None,
         measured=measured if needs_dx and x.device.type in ONE_PASS else None,
         clipped=ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
-        amax=torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
+        amax=_amax(x_MK, w) if recipe.history and w is not None else None,
     )
 
 
@@ -402,13 +407,23 @@ def _fixed_columns(ctx: Any, recipe: LinearRecipe, saved: Any, grad: Tensor) -> 
 
 
 def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: LinearRecipe) -> None:
-    """A step of delayed scaling, in place: a checkpoint that recomputes forward encodes by the factors that it had."""
+    """A step of delayed scaling, in place: a checkpoint that recomputes forward encodes by the factors that it had. The
+    weight's row is left where it is codes: these move with their next write (`mastered.py`).
+    """
     x, w, grad = recipe.fprop_input, recipe.fprop_weight, recipe.dgrad_grad_output
     assert amax is not None and x is not None and grad is not None
     found = reduced.largest(torch.cat((amax, ops.absmax(grad_MN))))
-    made = ops.advance(found, *state, x, w, grad, recipe.select, recipe.margin)
-    state.history.copy_(made.history)
-    state.factor.copy_(made.factor)
+    each = 1 if len(found) == 3 else 2
+    made = ops.advance(
+        found if each == 1 else found.repeat_interleave(2)[:3], *state, x, w, grad, recipe.select, recipe.margin
+    )
+    state.history[::each].copy_(made.history[::each])
+    state.factor[::each].copy_(made.factor[::each])
+
+
+def _amax(x_MK: Tensor, w: Tensor) -> Tensor:
+    """Return the absolute maxima of x and W, or of x where W is codes alone."""
+    return ops.absmax(x_MK) if isinstance(w, GatheredWeight) else torch.cat((ops.absmax(x_MK), ops.absmax(w)))
 
 
 def _transform_of(held: Scales) -> Scales | None:
@@ -443,9 +458,16 @@ def keep(ctx: Any, saved: NamedTuple) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def kept(ctx: Any) -> Any:
-    """Return the NamedTuple that `keep` was given."""
-    tensors, values = iter(ctx.saved_tensors), list[Any]()
+def kept(ctx: Any, packed_fqn: str = "") -> Any:
+    """Return the NamedTuple that `keep` was given. packed_fqn: the layer's name, where an optimizer's step writes its
+    codes in place.
+    """
+    try:
+        tensors, values = iter(ctx.saved_tensors), list[Any]()
+    except RuntimeError as error:
+        if not packed_fqn or "inplace" not in str(error):
+            raise
+        raise ValueError(f"{packed_fqn}: {_REWRITTEN}") from error
     for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
         if kind is Encoded:
             values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), k))

@@ -5,6 +5,11 @@ moves or saves parameters (DDP, accelerate, transformers' Trainer, an optimizer)
 
 A forward that runs eagerly encodes the master anew when it was written since. Compiled code reads the codes that are
 there: optimizers and loads renew them, and a backward through stale codes raises.
+
+Under delayed scaling codes keep the scale that they were written with. The next write, after a backward, first enters
+the largest value of the old codes' master into the history, and takes the scale that follows. So a scale never moves
+under a pending backward, and one backward a step gives the numbers of the prepared layer. (Prepare refuses tied
+weights with delayed scales.) Source: NVIDIA/TransformerEngine, `fp8_model_init` with `DelayedScaling`.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from aoquant import ops
 from aoquant.distributed.fsdp import swap_class
 from aoquant.distributed.gathered import PACKED, GatheredWeight
-from aoquant.formats import Encoded
+from aoquant.formats import Encoded, Scales
+from aoquant.formats.delayed import Delayed
 from aoquant.linear.cache import Seen
-from aoquant.linear.prepared import QATLinear
+from aoquant.linear.prepared import DELAYED_STATE, QATLinear
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.weight_codes import Sides, encoded_sides
 
@@ -38,18 +45,31 @@ _REPLACED = (
 class MasterCodes:
     """The codes of one master. weight: what the layers multiply. turned: the layers store W^T (K, N)."""
 
-    def __init__(self, master: nn.Parameter, recipe: LinearRecipe, fqn: str, turned: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        master: nn.Parameter,
+        recipe: LinearRecipe,
+        fqn: str,
+        turned: bool,
+        dtype: torch.dtype,
+        buffers: dict[str, Tensor | None],
+    ) -> None:
         self.master, self._recipe, self.fqn, self._turned = master, recipe, fqn, turned
+        self._buffers = buffers  # of the layer: row 1 of its delayed scales is the weight's
         self.weight = self._made(dtype)
         setattr(master, _CODES, self)
-        found = weakref.ref(self)
+        found, needs = weakref.ref(self), master.requires_grad
+        self._trained = False  # whether a backward went through the codes
 
-        def refuse_stale(_: Tensor) -> None:
+        def note_backward(_: Tensor) -> None:
             codes = found()
-            if codes is not None and not codes._seen.is_still(codes.master):
+            if codes is not None and not codes.current:
                 raise ValueError(f"{codes.fqn or 'linear'}: {_STALE}")
+            if codes is not None:
+                codes._trained = True
 
-        self._watch = master.register_post_accumulate_grad_hook(refuse_stale) if master.is_leaf else None
+        self._watch = master.requires_grad_().register_hook(note_backward) if master.is_leaf else None
+        master.requires_grad_(needs)
 
     @property
     def values(self) -> Tensor:
@@ -61,8 +81,13 @@ class MasterCodes:
         """Return whether the codes were made of the master as it is now."""
         return self._seen.is_still(self.master)
 
-    def refresh(self) -> None:
-        """Make the codes anew, in the same memory unless the master has moved to another device."""
+    def refresh(self, loaded: bool = False) -> None:
+        """Make the codes anew, in the same memory unless the master has moved to another device. loaded: the master and
+        its delayed scale were.
+        """
+        if self._trained and not loaded and self._recipe.history:
+            self._advance()
+        self._trained = False
         sides = self._sides()
         if self.weight.device != self.master.device:
             self.weight = self._made(self.weight.dtype)
@@ -81,9 +106,28 @@ class MasterCodes:
             self._watch.remove()
         delattr(self.master, _CODES)
 
+    def _delayed(self) -> Delayed:
+        """Return the layer's delayed scales of input, weight and gradient."""
+        return Delayed(*(self._buffers[name] for name in DELAYED_STATE))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        """Enter the master that the codes were made of into the history of its largest values."""
+        r, state = self._recipe, self._delayed()
+        assert r.fprop_input is not None and r.dgrad_grad_output is not None
+        with torch.inference_mode(False):
+            operands = r.fprop_input, r.fprop_weight, r.dgrad_grad_output
+            made = ops.advance(self._amax.expand(3), *state, *operands, r.select, r.margin)
+            for mine, new in zip(state, made, strict=True):
+                mine[1].copy_(new[1])
+
     def _sides(self) -> Sides:
         with torch.inference_mode(False), torch.no_grad():
-            sides = encoded_sides(self._recipe, self.values.contiguous())
+            values, held = self.values.contiguous(), None
+            if self._recipe.history:
+                held = Scales(self._delayed().factor[1:2].view(1, 1).to(values.device))
+                self._amax = ops.absmax(values)
+            sides = encoded_sides(self._recipe, values, held=held)
         assert sides is not None
         self._seen = Seen(self.master)
         return sides
@@ -92,7 +136,7 @@ class MasterCodes:
         sides = self._sides()
         with torch.inference_mode(False):
             made = GatheredWeight(self.values.shape, dtype, self._recipe.key, sides.rows, sides.columns)
-        made.master = self.master
+        made.master, made.fqn = self.master, self.fqn
         return made
 
 
@@ -135,6 +179,9 @@ class MasteredLinear(QATLinear):
         _ = self.master
         return self.codes.weight.rows
 
+    def held_scales(self, side: str) -> Scales | None:
+        return None if side == "weight" else super().held_scales(side)  # codes have theirs
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {_REPLACED}")
@@ -160,7 +207,7 @@ class MasteredLinear(QATLinear):
         if local_metadata.get("assign_to_params_buffers") and prefix + "weight" in state_dict:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {_REPLACED}")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        self.codes.refresh()
+        self.codes.refresh(loaded=True)
 
 
 @functools.cache

@@ -18,9 +18,7 @@ from aoquant.ops import backward, codec
 def reads_values(recipe: LinearRecipe) -> str | None:
     """Return why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
     gemm = recipe.dgrad
-    if recipe.history:
-        return "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"
-    if recipe.holds:
+    if recipe.holds and not recipe.history:
         return "the layer encodes its weight by scales or a transform that it holds (static, learned or fitted)"
     if recipe.weight_clips:
         return "straight_through='clipped' masks gradients by the weight itself"
@@ -38,14 +36,19 @@ class Sides(NamedTuple):
     columns: Encoded | None
 
 
-def encoded_sides(recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Sides | None:
-    """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight."""
+def encoded_sides(
+    recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = (), held: Scales | None = None
+) -> Sides | None:
+    """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight. held: delayed
+    scales of w.
+    """
     weight_as, gemm = recipe.fprop_weight, recipe.dgrad
 
     def reduced(operand: Operand, values: Tensor) -> Scales | None:
         return shards.scales(operand, values, (), groups)
 
-    held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
+    if held is None:
+        held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
     columns = None
     if gemm.keeps == "values" and gemm.forward is None:
         assert gemm.other is not None

@@ -321,7 +321,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "experts": (lambda: model_of("mixtral"), QATConfig("mxfp4"), r"experts: .*MixtralExperts"),
     "embedding": (tied_to_an_embedding, QATConfig(IntxWeightConfig(8, None)), r"^0: .*Embedding"),
     "dgrad": (network, HybridConfig.fwd_bwd("mxfp8", None).replaced(dgrad_weight=Cast(None)), "0: .*dgrad"),
-    "delayed": (network, HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=16), "0: .*amax_history"),
     "ptq": (network, "int4-g32", "needs a config that prepares"),
 }
 
