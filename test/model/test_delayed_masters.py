@@ -1,4 +1,4 @@
-"""Delayed scaling in `quantized_model_init`: a weight's scale moves when its codes are written, and never in between."""
+"""Delayed scaling in `quantized_model_init`: a weight's scale moves when its codes are written, never in between."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_compiled_model_trains_as_the_eager_one() -> None:
         if compiled:
             pending = run(data(0)).square().mean()
             train(run, adamw(masters), range(1))
-            with pytest.raises((ValueError, RuntimeError), match="inplace|written"):
+            with pytest.raises((ValueError, RuntimeError), match=r"inplace|written"):
                 pending.backward()
     assert all(torch.equal(t, states[1][key]) for key, t in states[0].items())
     torch._dynamo.reset()
@@ -223,7 +223,7 @@ def test_frozen_weights() -> None:
     """
     model = network()
     model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="^0: .*frozen.*amax_history=0"):
+    with pytest.raises(ValueError, match=r"^0: .*frozen.*amax_history=0"):
         quantized_model_init(model, CONFIGS["max"]())
     model = network()
     model[0].weight.requires_grad_(False)
