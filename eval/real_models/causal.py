@@ -1,9 +1,9 @@
 """Language models: how they are trained on a token file, and how they are scored.
 
-Scores. A page is cut into windows by lm-eval's rule for rolling log-likelihoods (`get_rolling_token_windows`, context
-of one token): BOS and the page's tokens, windows of `WINDOW` predicted tokens, the last window filled with context from
-the left. So word perplexity on WikiText-2's test pages is that of lm-eval's `wikitext` task with the same window, where
-lm-eval's tokenizer adds no second BOS. KL and top-1 agreement are to the float model, over the same predictions.
+Scores. A page is cut into windows of `WINDOW` tokens, and every window begins with BOS: without it a Gemma loses a nat
+a token. A later window sees BOS and one token before those that it predicts, and the last one reaches back to be full:
+lm-eval's rolling windows with a context of two tokens, the first of which is BOS. `aoquant eval` scores so, too. KL and
+top-1 agreement are to the float model, over the same predictions.
 
 Training. Blocks begin with BOS and hold the stream `document BOS document BOS ...`. The vocabulary of a Gemma is
 262 144: one float32 matrix of logits for 4096 tokens is 4.3 GB. Head, loss and their gradients are therefore computed
@@ -13,16 +13,17 @@ for `CHUNK` tokens at a time, and the rest of the model gets the gradient of its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-WINDOW, CHUNK = 1024, 512
+WINDOW, CHUNK = 1024, 1024
 PROMPT, GREEDY = 64, 32  # tokens of a prompt, and tokens that follow greedily
 IGNORED = -100
-TEXTS = ("wikitext", "other", "validation")
+TEXTS = ("wikitext", "other")
 
 
 class CausalLM:
@@ -62,19 +63,13 @@ class CausalLM:
             rows = slice(start, start + CHUNK)
             logits_TV = student.get_output_embeddings()(below_TK[rows])
             with torch.no_grad():
-                student_TV = logits_TV.float().log_softmax(-1)
                 if teacher_TK is None:
-                    keep_T = targets_T[rows] != IGNORED
-                    index_T1 = targets_T[rows].clamp(min=0)[:, None]
-                    total -= (student_TV.gather(1, index_T1)[:, 0] * keep_T).sum()
-                    gradient_TV = student_TV.exp_().scatter_add_(1, index_T1, -torch.ones_like(index_T1).float())
-                    gradient_TV *= keep_T[:, None]
+                    value, gradient_TV = _cross_entropy(logits_TV, targets_T[rows])
                 else:
-                    teacher_TV = self.teacher.get_output_embeddings()(teacher_TK[rows]).float().log_softmax(-1)
-                    p_TV = teacher_TV.exp()
-                    total += (p_TV * teacher_TV.sub_(student_TV)).sum()
-                    gradient_TV = student_TV.exp_().sub_(p_TV)
-            logits_TV.backward(gradient_TV.div_(tokens).to(logits_TV.dtype))
+                    target_TV = self.teacher.get_output_embeddings()(teacher_TK[rows])
+                    value, gradient_TV = _fast(_divergence, logits_TV.detach(), target_TV)
+                total += value
+            logits_TV.backward(gradient_TV.div_(tokens))
         hidden_TK.backward(below_TK.grad)
         return float(total) / tokens
 
@@ -92,13 +87,14 @@ class CausalLM:
                 student_TK, teacher_TK = (_hidden(m, inputs_BT)[scored_BT] for m in (model, self.teacher))
                 for start in range(0, len(student_TK), CHUNK):
                     rows = slice(start, start + CHUNK)
-                    p_TV, q_TV = (
-                        m.get_output_embeddings()(h_TK[rows]).float().log_softmax(-1)
-                        for m, h_TK in ((self.teacher, teacher_TK), (model, student_TK))
+                    made_TV, float_TV = (
+                        m.get_output_embeddings()(h_TK[rows])
+                        for m, h_TK in ((model, student_TK), (self.teacher, teacher_TK))
                     )
-                    nats.append(-q_TV.gather(1, targets_BT[scored_BT][rows][:, None])[:, 0])
-                    equal += (p_TV.argmax(-1) == q_TV.argmax(-1)).sum()
-                    divergence += (p_TV.exp() * (p_TV - q_TV)).sum()
+                    of_rows = _fast(_compare, made_TV, float_TV, targets_BT[scored_BT][rows])
+                    nats.append(of_rows[0])
+                    divergence += of_rows[1]
+                    equal += of_rows[2]
             all_nats = torch.cat(nats).cpu()
             words = int(self.texts[f"{name}.words"].sum())
             found[f"{name}_word_perplexity"] = math.exp(float(all_nats.double().sum()) / words)
@@ -112,13 +108,15 @@ class CausalLM:
         """Inputs and targets (B, T), on the device; targets that are not scored are `IGNORED`."""
         full, short = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for page in self.texts[f"{name}.ids"].long().split(self.texts[f"{name}.lengths"].tolist()):
-            page = torch.cat((page.new_tensor([self.bos]), page))
-            for start in range(0, len(page) - 1, WINDOW):
-                end = min(start + WINDOW, len(page) - 1)
+            start = 0
+            while start < len(page):
+                end = min(start + WINDOW - (start > 0), len(page))
                 first = max(0, end - WINDOW)
-                targets = page[first + 1 : end + 1].clone()
+                inputs = torch.cat((page.new_tensor([self.bos]), page[first : end - 1]))
+                targets = page[first:end].clone()
                 targets[: start - first] = IGNORED
-                (full if end - first == WINDOW else short).append((page[first:end], targets))
+                (full if end - first == WINDOW else short).append((inputs, targets))
+                start = end
         batches = [full[i : i + 8] for i in range(0, len(full), 8)] + [[window] for window in short]
         for batch in batches:
             inputs, targets = (torch.stack(part).to(self.device) for part in zip(*batch, strict=True))
@@ -140,6 +138,40 @@ class CausalLM:
         ]
         same_BT = made[0] == made[1]
         return {"prompts": len(ids_BT), "prompts_changed": int((~same_BT.all(1)).sum())}
+
+
+def _fast(rows: Callable[..., Any], *logits: Tensor) -> Any:
+    """Call a function of rows of logits; on a GPU as one or two kernels, without its float32 matrices."""
+    return (_compiled(rows) if logits[0].is_cuda else rows)(*logits)
+
+
+_compiled = cache(torch.compile)
+
+
+def _divergence(student_TV: Tensor, teacher_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL divergence to the teacher, summed over rows, in nats, and its gradient in the student's logits."""
+    q_TV, p_TV = student_TV.float().log_softmax(-1), teacher_TV.float().log_softmax(-1)
+    return (p_TV.exp() * (p_TV - q_TV)).sum(), (q_TV.exp() - p_TV.exp()).to(student_TV.dtype)
+
+
+def _cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy summed over rows that are not ignored, in nats, and its gradient in the logits."""
+    nats_TV, kept_T1, at_T1 = (
+        -logits_TV.float().log_softmax(-1),
+        (targets_T != IGNORED)[:, None],
+        targets_T.clamp(0)[:, None],
+    )
+    value = (nats_TV.gather(1, at_T1) * kept_T1).sum()
+    gradient_TV = nats_TV.neg_().exp_().scatter_add_(1, at_T1, -torch.ones_like(at_T1, dtype=torch.float32))
+    return value, gradient_TV.mul_(kept_T1).to(logits_TV.dtype)
+
+
+def _compare(made_TV: Tensor, float_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nats of each target; KL to the float model, summed; how often both models' likeliest tokens are equal."""
+    q_TV, p_TV = made_TV.float().log_softmax(-1), float_TV.float().log_softmax(-1)
+    nats_T = -q_TV.gather(1, targets_T[:, None])[:, 0]
+    same = (made_TV.argmax(-1) == float_TV.argmax(-1)).sum()
+    return nats_T, (p_TV.exp() * (p_TV - q_TV)).sum(), same
 
 
 def _hidden(model: Any, ids_BT: Tensor) -> Tensor:

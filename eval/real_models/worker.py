@@ -33,8 +33,8 @@ from real_models.embedding import Embedding
 
 KEY = ("row", "stage", "served", "loss", "tokens", "rate", "seed")
 SCORES = (
-    "wikitext_word_perplexity", "other_word_perplexity", "validation_word_perplexity", "wikitext_kl", "wikitext_top1",
-    "other_kl", "other_top1", "validation_kl", "validation_top1", "one_minus_cosine", "top10", "top1",
+    "wikitext_word_perplexity", "other_word_perplexity", "wikitext_kl", "wikitext_top1", "other_kl", "other_top1",
+    "one_minus_cosine", "top10", "top1",
 )  # fmt: skip
 COLUMNS = (
     *KEY, *SCORES, *(f"trained_{name}" for name in SCORES), "equal", "prompts", "prompts_changed", "bits", "first_loss",
@@ -174,7 +174,7 @@ class Worker:
         made |= {"model": o.model.name, "batch": o.batch, "block": o.block, "jobs": o.jobs}
         line = {**key, **{name: value for name, value in result.items() if name in COLUMNS}, **made}
         append(o.csv, line)
-        shown = {name: value for name, value in result.items() if name in (*SCORES[:5], *SCORES[9:], "equal", "error")}
+        shown = {name: value for name, value in result.items() if name in (*SCORES, "equal", "error")}
         print(key["row"], key["stage"], key["served"], json.dumps(shown), flush=True)
         gc.collect()
         if o.device == "cuda":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows
 from safetensors.torch import save_file
 from support.experiments import ROOT
 from torch import Tensor
@@ -89,7 +89,7 @@ def test_rows_of_an_embedding_model(real: Any, tmp_path: Path) -> None:
     assert float(trained["one_minus_cosine"]) < float(untrained["one_minus_cosine"])
 
 
-def test_windows_are_lm_evals(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_lm_evals_with_bos_in_front(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     causal = importlib.import_module("real_models.causal")
     monkeypatch.setattr(causal, "WINDOW", 16)
     texts = save_texts(tmp_path / "t.safetensors", train=60, wikitext=5)
@@ -97,9 +97,8 @@ def test_windows_are_lm_evals(real: Any, tmp_path: Path, monkeypatch: pytest.Mon
     task = causal.CausalLM(model, texts, BOS, 2, 32)
     expected = 0.0
     for page in texts["wikitext.ids"].long().split(texts["wikitext.lengths"].tolist()):
-        for window in get_rolling_token_windows(page.tolist(), BOS, 16, 1):
-            context, targets = make_disjoint_window(window)
-            logits = model(input_ids=torch.tensor([context + targets[:-1]])).logits[0, -len(targets) :]
+        for inputs, targets in get_rolling_token_windows(page.tolist(), BOS, 16, 2):
+            logits = model(input_ids=torch.tensor([[BOS, *inputs[1:]]])).logits[0, -len(targets) :]
             expected += float(torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum"))
     found = task.score(model, ("wikitext",))
     assert float(found["nats"].sum()) == pytest.approx(expected, rel=1e-5)
