@@ -109,6 +109,7 @@ def evaluate(
     documents: Path | None = None,
     window: int | None = None,
     limit: int | None = None,
+    bos: bool | None = None,
     device: str | None = None,
 ) -> None:
     """Load a converted (or float) checkpoint and score it with lm-eval.
@@ -121,8 +122,10 @@ def evaluate(
         wikitext: "hub", or a folder with WikiText-2 as test.jsonl; by default what the run that wrote the
             checkpoint scored, or held-out generated documents.
         documents: a file of {"page": ...} lines instead.
-        window: tokens that a prediction sees at most; by default the run's, or the model's positions.
+        window: tokens that a prediction sees at most; by default the run's, or the model's positions, at most 2048.
         limit: score the first documents only; by default as the run did.
+        bos: begin every window with the tokenizer's BOS token, if it adds one; by default as the run did, or True.
+            False: as lm-eval's own command line.
         device: where to run; by default a GPU that torch can use, or the CPU.
     """
     from aoquant.integrations import job, lm_eval
@@ -132,7 +135,7 @@ def evaluate(
     no_bars_in_logs()
     device = device or checks.default_device()
     checks.check_device(device)
-    chosen = job.evaluation(checkpoint, wikitext, documents, window, limit)
+    chosen = job.evaluation(checkpoint, wikitext, documents, window, limit, bos)
     tokenizer, model = job.load_checkpoint(checkpoint, device)
     lm_eval.check_window(model, tokenizer, chosen.window)
     if chosen.about:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from aoquant.integrations.losses import (
 )
 from aoquant.integrations.progress_lines import progress
 from aoquant.integrations.teacher_cache import TeacherCache, TopK, top_k_loss
+from aoquant.integrations.text import ONE_TEXT, Documents
+from aoquant.linear.fixed_weights import fixed_weights
 from aoquant.linear.switches import set_fake_quant
 
 LOSSES = ("kl", "ce")
@@ -59,6 +61,8 @@ def finetune(
     final_learning_rate: float = 0.0,
     fake_quant_after_n_steps: int = 0,
     enough: Callable[[nn.Module], bool] | None = None,
+    micro_batch: int | None = None,
+    documents: Documents = ONE_TEXT,
 ) -> list[float]:
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
@@ -69,7 +73,9 @@ def finetune(
     one model, which is whole on each; all call it. While they train, the parameters of `model` are empty.
     final_learning_rate: where the cosine ends. fake_quant_after_n_steps: steps of a prepared model in high precision
     before its fake quantisation begins. enough: asked of the model after every twentieth of the steps, on all ranks;
-    training ends when it returns True.
+    training ends when it returns True. micro_batch: blocks in one forward of a rank. Gradients of a batch are summed in
+    float32 and weighted by tokens, so they are those of one forward up to the order of sums (in formats that share
+    scales among tokens, up to those scales). documents: how `blocks_BT` holds documents.
 
     Raises:
         ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, no step with fake quantisation, or a
@@ -109,15 +115,21 @@ def finetune(
             torch.manual_seed((seed * steps + done) * size + rank)  # dropout's, the same after a stop
             (group,) = optimizer.param_groups
             group["lr"] = rate_at(learning_rate, done, steps, final_learning_rate)
-            value = _loss(trained, teacher, blocks_BT, order_SB[done, mine], loss)
-            value.backward()
+            rows = order_SB[done]
+            # FSDP takes the mean of the ranks' gradients
+            weight = size / scored_tokens(blocks_BT[rows], loss, documents)
+
+            def loss_of(part: Tensor, weight: float = weight) -> Tensor:
+                return block_loss(trained, teacher, blocks_BT, part, loss, weight=weight, documents=documents)
+
+            value = accumulate(trained, rows[mine].split(micro_batch or len(rows)), loss_of)
             nn.utils.clip_grad_norm_([p for p in trained.parameters() if p.requires_grad], 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             trained.zero_grad(set_to_none=True)
             # one collective: the mean loss, and whether any rank wants a checkpoint or was interrupted
             wishes = keeper.wishes() if keeper is not None else (False, False)
-            told = torch.tensor([float(value.detach()), *map(float, wishes)], device=trained.device)
+            told = torch.tensor([float(value), *map(float, wishes)], device=trained.device)
             if shared:
                 dist.all_reduce(told)
             summed, due, stop = told.tolist()
@@ -213,12 +225,58 @@ def unshard(sharded: PreTrainedModel, model: PreTrainedModel) -> None:
         buffer.copy_(buffers[name])
 
 
-def _loss(model: Any, teacher: Any, blocks_BT: Tensor, rows: Tensor, loss: str) -> Tensor:
-    """Return the loss of the blocks whose indices `rows` holds, in nats a token."""
+def scored_tokens(ids_BT: Tensor, loss: str, documents: Documents) -> int:
+    """Return how many predictions of token blocks the loss is a mean of."""
+    return int((next_tokens(ids_BT, documents.unscored) != IGNORED).sum()) if loss == "ce" else ids_BT.numel()
+
+
+def accumulate(model: nn.Module, parts: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run backward of the loss of each part; returns the sum of the losses. Their gradients add up in `.grad`.
+
+    The sum over parts is in float32 and rounded once, as in the GEMM of all parts together.
+    """
+    if len(parts) == 1:
+        value = loss_of(parts[0])
+        value.backward()
+        return value.detach()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    summed: list[Tensor | None] = [None] * len(trained)
+    values = []
+    with fixed_weights(model):
+        for part in parts:
+            value = loss_of(part)
+            value.backward()
+            values.append(value.detach())
+            for i, p in enumerate(trained):
+                if p.grad is not None:
+                    before = summed[i]
+                    summed[i] = p.grad.float() if before is None else before.add_(p.grad)
+                    p.grad = None
+    for p, total in zip(trained, summed, strict=True):
+        p.grad = None if total is None else total.to(p.dtype)
+    return torch.stack(values).sum()
+
+
+def block_loss(
+    model: Any,
+    teacher: Any,
+    blocks_BT: Tensor,
+    rows: Tensor,
+    loss: str,
+    *,
+    weight: float | None = None,
+    documents: Documents = ONE_TEXT,
+) -> Tensor:
+    """Return the loss of the blocks whose indices `rows` holds, in nats a token. loss, teacher: of `finetune`.
+
+    weight: of a token; by default the result is the mean. The logits are made a chunk of tokens at a time.
+    """
     ids_BT = blocks_BT[rows].to(model.device)
-    targets_N = next_tokens(ids_BT).flatten()
-    weight = 1 / (int((targets_N != IGNORED).sum()) if loss == "ce" else len(targets_N))
-    hidden_BTD = hidden_states(model, input_ids=ids_BT)
+    inputs = documents.inputs(ids_BT)
+    targets_N = next_tokens(ids_BT, documents.unscored).flatten()
+    if weight is None:
+        weight = 1 / scored_tokens(ids_BT, loss, documents)
+    hidden_BTD = hidden_states(model, **inputs)
     if loss == "ce":
         return chunked_loss(model, hidden_BTD, lambda logits, at: cross_entropy(logits, targets_N[at], weight))
     if isinstance(teacher, TeacherCache):
@@ -229,7 +287,7 @@ def _loss(model: Any, teacher: Any, blocks_BT: Tensor, rows: Tensor, loss: str) 
 
         return chunked_loss(model, hidden_BTD, to_known)
     with torch.no_grad():
-        teacher_ND = hidden_states(teacher, input_ids=ids_BT).flatten(0, 1)
+        teacher_ND = hidden_states(teacher, **inputs).flatten(0, 1)
 
     def to_teacher(logits_NV: Tensor, at: slice) -> Tensor:
         with torch.no_grad():

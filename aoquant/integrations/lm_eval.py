@@ -2,8 +2,10 @@
 
 Only the pages may be local: `wikitext_local.yaml` names lm-eval's functions and repeats none. A page is cut into
 windows of `window` predicted tokens, so a larger window gives a lower perplexity: state it, and never compare across
-windows. log-softmax runs in float32; lm-eval's default is the dtype of the logits, and a bf16 window's sum would have 8
-bits. In a batch of more than one, windows share what a format shares between rows.
+windows. lm-eval begins only the first window of a page with <bos>, and scores a second <bos> after it where the
+tokenizer adds one. Here each window begins with <bos> and none is scored, unless `bos` is False. log-softmax runs in
+float32; lm-eval's default is the dtype of the logits, and a bf16 window's sum would have 8 bits. In a batch of more
+than one, windows share what a format shares between rows.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import logging
 import random
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +36,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from aoquant.integrations.progress_lines import progress as progress_bar
-from aoquant.integrations.text import Source, find_pages, read_jsonl
+from aoquant.integrations.text import Source, beginning, find_pages, read_jsonl
 
 TASK = "wikitext_local"
+WINDOW = 2048  # by default: logits of 32 768 positions and 262 144 tokens would take 34 GB
 
 
 def check_shares(pages: Path | None, limit: int | None, ranks: int) -> None:
@@ -62,12 +66,19 @@ class Perplexity:
     """Of each document, in nats."""
     words: tuple[int, ...]
     """Words of each document; word_perplexity = exp(-sum(loglikelihoods) / sum(words))."""
+    bos: bool = False
+    """Whether each window begins with the tokenizer's BOS token."""
 
     def __str__(self) -> str:
         return (
             f"word perplexity {self.word_perplexity:.4f}, byte perplexity {self.byte_perplexity:.4f}, "
-            f"{self.bits_per_byte:.4f} bits/byte (window {self.window}, {self.documents} documents of {self.source})"
+            f"{self.bits_per_byte:.4f} bits/byte ({self.windows}, {self.documents} documents of {self.source})"
         )
+
+    @property
+    def windows(self) -> str:
+        """Return the windows in words."""
+        return f"window {self.window} tokens{', each begins with BOS' if self.bos else ''}"
 
 
 def evaluate(
@@ -79,13 +90,16 @@ def evaluate(
     window: int | None = None,
     limit: int | None = None,
     batch_size: int = 1,
+    bos: bool = True,
     progress: bool = True,
     shared: bool = False,
 ) -> Perplexity:
     """Run lm-eval's wikitext task on a causal language model.
 
     wikitext: "hub" or a folder with test.jsonl. documents: `{"page": ...}` lines. Neither: the embedded pages.
-    window: tokens; by default, and at most, the model's positions. limit: score only the first `limit` documents.
+    window: tokens; at most the model's positions, and by default 2048 of them. limit: score only the first `limit`
+    documents. bos: begin every window with the token that the tokenizer begins texts with, if it does so, and do not
+    score that token; otherwise the numbers are those of lm-eval's own command line.
     shared: the ranks of the default process group score a part of the documents each; all call it, with equal models,
     and all get the result. lm-eval shares them out and makes the numbers of forwards equal.
     Raises ValueError for arguments and files that do not fit, before anything runs.
@@ -112,6 +126,9 @@ def evaluate(
         tokenizer.model_max_length = 10**30  # no warning: a page is encoded whole, then cut into windows
         options = {"max_length": window, "batch_size": batch_size, "softmax_dtype": torch.float32}
         lm = _LM(_Model(model, bar), tokenizer=tokenizer, **options)
+        lm.first = beginning(tokenizer) if bos else None
+        if lm.first is not None:
+            stack.enter_context(mock.patch.object(huggingface.utils, "get_rolling_token_windows", _windows))
         lm._rank, lm._world_size = rank, size
         # Not simple_evaluate, which seeds every random generator and looks the model up on the hub.
         results = lm_eval.evaluator.evaluate(lm, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
@@ -133,7 +150,24 @@ def evaluate(
         batch_size=batch_size,
         loglikelihoods=tuple(float(nats) for nats, _ in scored),
         words=tuple(int(words) for _, words in scored),
+        bos=lm.first is not None,
     )
+
+
+def _windows(
+    token_list: list[int], prefix_token: int, max_seq_len: int, context_len: int = 1
+) -> Iterator[tuple[list[int], list[int]]]:
+    """lm-eval's windows of a page, (input, predicted), each of which begins with `prefix_token`.
+
+    As lm-eval's, a later window sees one token before those that it predicts, and the last one reaches back.
+    """
+    if token_list:
+        yield [prefix_token, *token_list[: max_seq_len - 1]][: len(token_list)], token_list[:max_seq_len]
+    room = max(1, max_seq_len - 1)
+    for start in range(max_seq_len, len(token_list), room):
+        stop = min(start + room, len(token_list))
+        seen = token_list[max(0, stop - 1 - room) : stop - 1]
+        yield [prefix_token, *seen][-max_seq_len:], token_list[start:stop]
 
 
 def write_task(
@@ -203,6 +237,8 @@ class _LM(huggingface.HFLM):
     it gathers last is the number of windows of each, which all then pad to the largest.
     """
 
+    first: int | None = None  # begins every window
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self._world_size == 1:
             return tensor
@@ -218,12 +254,19 @@ class _LM(huggingface.HFLM):
 
     def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> Any:
         ids = super().tok_encode(string, *args, **kwargs)
-        self.model.bar.total += -(-len(ids) // self.max_length)
+        if self.first is not None and ids[:1] == [self.first]:
+            del ids[0]  # the windows begin with it
+        windows = _windows(ids, 0, self.max_length) if self.first is not None else range(0, len(ids), self.max_length)
+        self.model.bar.total += sum(1 for _ in windows)
         return ids
+
+    @property
+    def prefix_token_id(self) -> int:
+        return super().prefix_token_id if self.first is None else self.first
 
 
 def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
-    """Return the window that `evaluate` takes: by default the model's positions.
+    """Return the window that `evaluate` takes: by default the model's positions, at most WINDOW.
 
     Raises:
         ValueError: the model or its tokenizer cannot be scored, or the window is missing or too long.
@@ -239,7 +282,7 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
         )
     if window and window > most > 0:
         raise ValueError(f"window must be at most the model's max_position_embeddings = {most}, got {window}")
-    return window or most
+    return window or min(most, WINDOW)
 
 
 def positions(model: nn.Module) -> int:

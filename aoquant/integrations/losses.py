@@ -38,7 +38,7 @@ def hidden_states(model: Any, **inputs: Any) -> Tensor:
 
     hook = model.base_model.register_forward_hook(first_position)
     try:
-        model(**inputs, use_cache=False)
+        model(**{**inputs, "use_cache": False})
     finally:
         hook.remove()
     return found[-1]

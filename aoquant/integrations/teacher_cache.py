@@ -34,7 +34,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from aoquant.files.atomic import flush
 from aoquant.files.safetensors_file import StoredTensor, header, raw_bytes, reserve
 from aoquant.integrations.launched import Ranks
+from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of
 from aoquant.integrations.progress_lines import progress
+from aoquant.integrations.text import ONE_TEXT, Documents
 
 FORMAT = "aoquant teacher top-k, version 1"
 _SHARD_BYTES = 1 << 28
@@ -74,7 +76,13 @@ def top_k_loss(student_NV: Tensor, teacher: TopK) -> Tensor:
     return loss.mean()
 
 
-def description(teacher: nn.Module, tokenizer: PreTrainedTokenizerBase, blocks_BT: Tensor, k: int) -> dict[str, str]:
+def description(
+    teacher: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks_BT: Tensor,
+    k: int,
+    documents: Documents = ONE_TEXT,
+) -> dict[str, str]:
     """Return what the log-probabilities depend on: a cache of another description is refused.
 
     model: sha256 of the teacher's class, weights and buffers. tokenizer: sha256 of its vocabulary. data: sha256 of the
@@ -91,6 +99,7 @@ def description(teacher: nn.Module, tokenizer: PreTrainedTokenizerBase, blocks_B
         "tokenizer": hashlib.sha256(words.encode()).hexdigest(),
         "data": hashlib.sha256(raw_bytes(blocks_BT)).hexdigest(),
         "window": str(blocks_BT.shape[1]),
+        "separator": str(documents.separator),
         "k": str(k),
     }
 
@@ -222,22 +231,26 @@ def cached_teacher(
     used: Tensor,
     k: int,
     ranks: Ranks | None = None,
+    documents: Documents = ONE_TEXT,
 ) -> TeacherCache:
     """Return the cache of `teacher` in `folder` for the blocks that are `used` (indices), computing what is missing.
 
-    blocks_BT: int64 token ids (B, T). k: tokens that are kept of a distribution. A collective of all ranks, which must
+    blocks_BT: int64 token ids (B, T). k: tokens that are kept of a distribution. documents:
+    what the blocks say about documents. A collective of all ranks, which must
     see one folder.
 
     Raises:
         ValueError: as `TeacherCache` and `TeacherCache.fill` do.
     """
     ranks = ranks or Ranks()
-    about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k))
+    about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k, documents))
     cache = TeacherCache(folder, about, teacher.get_output_embeddings().weight.shape[0])
 
     def compute(block: Tensor) -> TopK:
-        logits: Tensor = teacher(input_ids=blocks_BT[block][None].to(teacher.device), use_cache=False).logits
-        return top_k(logits[0], k)
+        inputs = documents.inputs(blocks_BT[block][None].to(teacher.device))
+        parts = hidden_states(teacher, **inputs)[0].split(chunk_rows(cache.vocabulary))
+        found = (top_k(logits_of(teacher, part), k) for part in parts)
+        return TopK(*map(torch.cat, zip(*found, strict=True)))
 
     teacher.eval()
     cache.fill(used, compute, ranks)

@@ -1,8 +1,10 @@
 """Text for QAT, calibration and evaluation: documents from a file, blocks of token ids, and the held-out pages.
 
 `.txt` holds documents with a line `<|endoftext|>` between them, `.jsonl` one object a line with a `page` (as lm-eval's
-WikiText) or a `text`; either may be packed with xz. Training cuts the stream `<eos> document <eos> document ...` into
-blocks, nothing padded or masked; lm-eval scores a page after just that first <eos>.
+WikiText) or a `text`; either may be packed with xz. A document begins as its tokenizer begins it: models such as Gemma
+saw a <bos> at every first position, and predict badly without it. Training cuts `<bos> document <eos> <bos> document
+<eos> ...` into blocks which all begin with <bos>. Where the tokenizer adds none, it cuts `<eos> document <eos> document
+...`, and lm-eval scores a page after that first <eos>.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ import importlib.util
 import json
 import lzma
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aoquant.integrations.progress_lines import progress as progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -73,37 +76,116 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[str]:
     return documents
 
 
-def token_blocks(
-    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, *, progress: bool = True
-) -> Tensor:
-    """Token ids of `<eos> document <eos> document ...` as (B, length) int64 on the CPU.
+def beginning(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token with which the tokenizer begins every text, such as <bos>; None where it adds none."""
+    (with_it,), (without,) = (tokenizer(["a"], add_special_tokens=add)["input_ids"] for add in (True, False))
+    return with_it[0] if len(with_it) > len(without) and with_it[0] != without[0] else None
 
-    The incomplete last block is dropped, and so are special tokens that the tokenizer would add by itself.
+
+@dataclass(frozen=True)
+class Documents:
+    """How token blocks hold documents.
+
+    unscored: the token that begins documents, where it is no token to predict, such as <bos>. separator: the token
+    that begins documents, where attention ends at it; None lets documents of a block see one another.
+    """
+
+    unscored: int | None = None
+    separator: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, bos: bool = True, separate: bool = False) -> Documents:
+        """Describe the documents of `token_blocks`, with the same `bos`. separate: no attention across documents."""
+        first = beginning(tokenizer) if bos else None
+        return cls(first, (tokenizer.eos_token_id if first is None else first) if separate else None)
+
+    def inputs(self, ids_BT: Tensor) -> dict[str, Any]:
+        """Return the arguments of a model's forward for token blocks (B, T)."""
+        if self.separator is None:
+            return {"input_ids": ids_BT}
+        # with a cache transformers does not look at position ids
+        return {"input_ids": ids_BT, "position_ids": document_positions(ids_BT, self.separator), "use_cache": False}
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError where `model` does not separate documents, and should."""
+        if self.separator is None:
+            return
+        ids = torch.tensor([[self.separator, 1, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)
+        with torch.no_grad():
+            apart, alone = model(**self.inputs(ids)).logits[:, 4:], model(input_ids=ids[:, 4:]).logits
+            together = model(input_ids=ids).logits[:, 4:]
+        if (apart - alone).float().norm() > 0.1 * (together - alone).float().norm():
+            raise ValueError(
+                f"{type(model).__name__} does not separate the documents of a block by position ids, so tokens see other "
+                "documents: leave out --separate-documents"
+            )
+
+
+ONE_TEXT = Documents()  # all tokens are of one text
+
+
+def token_blocks(
+    documents: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    *,
+    bos: bool = True,
+    progress: bool = True,
+) -> Tensor:
+    """Token ids of `documents` as blocks (B, length), int64, on the CPU.
+
+    bos: begin each document and each block with the token that the tokenizer begins texts with; <eos> ends a document.
+    Otherwise, and where it adds none, <eos> begins each document. The incomplete last block is dropped, and so are
+    other special tokens that the tokenizer would add by itself.
     Raises ValueError if no block can be filled.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}")
     if isinstance(documents, str):
         raise ValueError("documents must be a sequence of strings, got one string; put it in a list")
-    if tokenizer.eos_token_id is None:
+    first, eos = beginning(tokenizer) if bos else None, tokenizer.eos_token_id
+    if first is None and eos is None:
         raise ValueError("tokenizer must have an eos token to put between documents, got none; set tokenizer.eos_token")
-    eos = torch.tensor([tokenizer.eos_token_id], device="cpu")
-    parts: list[Tensor] = []
+    before, after = ([eos], []) if first is None else ([first], [] if eos is None else [eos])
+    parts: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
     with progress_bar(len(documents), "tokenize", "document", show=progress) as bar:
         for start in range(0, len(documents), _CHUNK):
             chunk = list(documents[start : start + _CHUNK])
             # verbose=False: a document may well be longer than the model's window, which is what blocks are for.
             for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]:
-                parts += [eos, torch.tensor(ids, dtype=torch.int64, device="cpu")]
+                parts.append(torch.tensor([*before, *ids, *after], dtype=torch.int64, device="cpu"))
             bar.update(len(chunk))
-    stream = torch.cat(parts) if parts else eos[:0]
-    blocks = len(stream) // length
-    if blocks == 0:
+    stream = torch.cat(parts)
+    blocks = list(_cut(stream, length, first))
+    if not blocks:
         raise ValueError(
             f"documents must fill at least one block of length = {length} tokens, got {len(stream)} tokens "
             f"from {len(documents)} documents; give more text or a smaller length"
         )
-    return stream[: blocks * length].view(blocks, length)
+    return torch.stack(blocks)
+
+
+def _cut(stream: Tensor, length: int, first: int | None) -> Iterator[Tensor]:
+    """Yield the full blocks of a stream. Where a block begins inside a document, `first` is put in front of it."""
+    start = 0
+    while True:
+        inside = length > 1 and first is not None and start < len(stream) and int(stream[start]) != first
+        stop = start + length - inside
+        if stop > len(stream):
+            return
+        block = stream[start:stop]
+        yield torch.cat([block.new_tensor([first]), block]) if inside else block
+        start = stop
+
+
+def document_positions(ids_BT: Tensor, first: int) -> Tensor:
+    """Return position ids (B, T), int64, that begin again at 0 with each document, and with each block.
+
+    first: the token that begins documents. Given such position ids and no mask, transformers' models attend within a
+    document alone.
+    """
+    at = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    return at - torch.where(ids_BT == first, at, 0).cummax(dim=1).values
 
 
 def assets() -> Path:

@@ -2,6 +2,7 @@
 changes.
 """
 
+import copy
 import json
 import logging
 import math
@@ -126,6 +127,45 @@ def by_hand(model: Any, tokenizer: Any, pages: list[str], window: int) -> tuple[
         words += len(re.split(r"\s+", page))
         size += len(page.encode())
     return math.exp(-total / words), math.exp(-total / size), -total / size / math.log(2)
+
+
+@pytest.mark.parametrize("window", [1, 2, 64])
+def test_each_window_begins_with_bos_and_none_is_scored(
+    model: Any, tokenizer: Any, documents: Path, window: int
+) -> None:
+    """Hand arithmetic. Off, the number is lm-eval's, which predicts a second BOS."""
+    begins = copy.deepcopy(tokenizer)
+    begins.add_special_tokens({"bos_token": "é"})
+    bos = begins.bos_token_id
+    special = [("é", bos)]
+    begins.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing("é $A", special_tokens=special)
+    pages, total, words = generate_pages()[:2], 0.0, 0
+    for page in pages:
+        ids = begins(wikitext_detokenizer({"page": page}), add_special_tokens=False)["input_ids"]
+        start, room = 0, window
+        while start < len(ids):
+            stop = min(start + room, len(ids))
+            room = max(1, window - 1)  # later windows see the token before too
+            inputs = [bos, *ids[max(0, stop - 1 - room) : stop - 1]][-window:] if start else [bos, *ids[: stop - 1]]
+            with torch.no_grad():
+                log_p = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)[start - stop :]
+            total += log_p.gather(1, torch.tensor(ids[start:stop])[:, None]).sum().item()
+            start = stop
+        words += len(re.split(r"\s+", page))
+    options: Any = {"documents": documents, "limit": 2, "window": window, "progress": False}
+    found = evaluate(model, begins, **options)
+    assert found.bos and "BOS" in str(found)
+    assert found.word_perplexity == pytest.approx(math.exp(-total / words), rel=1e-5)
+    off = evaluate(model, begins, **options, bos=False)
+    assert not off.bos and off.word_perplexity != found.word_perplexity
+    if window > 2:
+        with torch.no_grad():
+            again = model(torch.tensor([[bos]])).logits[0, 0].log_softmax(-1)[bos].item()
+        ids = [bos, bos, *begins(wikitext_detokenizer({"page": pages[0]}), add_special_tokens=False)["input_ids"]]
+        with torch.no_grad():
+            first = model(torch.tensor([ids[:window]])).logits[0].log_softmax(-1)
+        scored = first.gather(1, torch.tensor(ids[1 : window + 1])[:, None]).sum().item()
+        assert again < 0 and off.loglikelihoods[0] < scored  # P(bos | bos) is among those of the first window
 
 
 def test_local_task_is_the_stock_task_on_other_data(documents: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity
+from aoquant.integrations.text import Documents
 from aoquant.linear.tensor import PackedTensor
 
 STEPS = 4
@@ -64,7 +66,7 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
     whole = llama(recipe)
     losses = tune(whole, None)
     calls = 0
-    step = tuning._loss
+    step = tuning.block_loss
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -73,7 +75,7 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
             signal.raise_signal(signal.SIGINT)
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(tuning, "_loss", interrupted)
+    monkeypatch.setattr(tuning, "block_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune(llama(recipe), tmp_path)
     assert calls == 2  # the step was finished, and no other begun
@@ -89,12 +91,45 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
         assert torch.equal(value, again.state_dict()[name]), name
 
 
+@pytest.mark.parametrize(("recipe", "loss"), [(None, "ce"), ("int8-weight", "kl")])
+def test_micro_batches_are_one_step(recipe: str | None, loss: str) -> None:
+    """Blocks differ in how many of their tokens are scored: a mean of means would differ by a third."""
+    blocks = BLOCKS.clone()
+    blocks[::2, 4:] = 1  # begins documents, and is never a target
+    layout, found = Documents(unscored=1), []
+    for micro_batch in (None, 1):
+        model, teacher = llama(recipe).float(), llama(None, seed=1).float()
+        options: Any = {"teacher": teacher, "loss": loss, "documents": layout, "micro_batch": micro_batch}
+        losses = finetune(
+            model, blocks, steps=2, batch_size=4, learning_rate=1e-2, seed=3, label="tune", **options
+        )  # fmt: skip
+        found.append((losses, model.model.layers[0].mlp.up_proj.weight.detach()))
+    for losses, weight in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-4)
+        torch.testing.assert_close(weight, found[0][1], rtol=1e-3, atol=2e-4)
+
+
+def test_gradients_of_micro_batches_are_weighted_by_tokens_and_rounded_once() -> None:
+    blocks = BLOCKS.clone()
+    blocks[::2, 4:] = 1
+    layout, rows = Documents(unscored=1), torch.arange(12)
+    weight = 1 / tuning.scored_tokens(blocks, "ce", layout)
+    grads = []
+    for dtype, parts in ((torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 12)):
+        model = llama("int8-weight").to(dtype)
+        of = partial(tuning.block_loss, model, None, blocks, loss="ce", weight=weight, documents=layout)
+        tuning.accumulate(model, rows.chunk(parts), of)
+        grads.append(model.model.layers[0].mlp.up_proj.weight.grad.double())
+    one, many = ((g - grads[0]).norm() / grads[0].norm() for g in grads[1:])
+    assert many < 2 * one
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(*args: Any, **kwargs: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(tuning, "_loss", twice)
+    monkeypatch.setattr(tuning, "block_loss", twice)
     with pytest.raises(KeyboardInterrupt):
         tune(llama(None), tmp_path)
     assert not (tmp_path / NEWEST).exists()

@@ -66,16 +66,16 @@ def same_numbers(rank: int, folder: Path) -> None:
 
 def no_whole_model(rank: int, folder: Path) -> None:
     """While it trains, a rank has half of each parameter, and the model that was given has none."""
-    student, seen, step = llama("quartet", torch.bfloat16), list[int](), tuning._loss
+    student, seen, step = llama("quartet", torch.bfloat16), list[int](), tuning.block_loss
     total = sum(p.numel() for p in student.parameters())
 
-    def watched(trained: Any, *args: Any) -> Any:
+    def watched(trained: Any, *args: Any, **options: Any) -> Any:
         assert all(isinstance(p, DTensor) for p in trained.parameters())
         seen.append(sum(p.to_local().numel() for p in trained.parameters()))
         assert sum(p.numel() for p in student.parameters()) == 0
-        return step(trained, *args)
+        return step(trained, *args, **options)
 
-    with mock.patch.object(tuning, "_loss", watched):
+    with mock.patch.object(tuning, "block_loss", watched):
         tune(student, llama(None, torch.bfloat16), shared=True)
     assert len(seen) == 6 and all(n < 0.51 * total for n in seen)
     assert sum(p.numel() for p in student.parameters()) == total

@@ -11,7 +11,7 @@ import torch
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from aoquant.integrations.text import load_documents, token_blocks  # noqa: E402
+from aoquant.integrations.text import Documents, beginning, load_documents, token_blocks  # noqa: E402
 
 # A blank line inside, a separator's text inside a line, a line separator that is no newline, and no ASCII.
 DOCUMENTS = ["one\n\ntwo", "not <|endoftext|> a separator", "naïve\u2028日本", "end"]
@@ -43,32 +43,80 @@ def test_load_documents(tmp_path: Path, case: str, packing: str) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """One id a word, and a post-processor that adds a bos wherever it is allowed to."""
-    vocab = {"<eos>": 0, "<bos>": 1, "a": 2, "b": 3, "c": 4, "d": 5}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<eos>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<eos>", bos_token="<bos>", model_max_length=2
+        tokenizer_object=words("<bos> $A"), eos_token="<eos>", bos_token="<bos>", model_max_length=2
     )
 
 
+def words(template: str | None) -> Any:
+    vocab = {"<eos>": 0, "<bos>": 1, "a": 2, "b": 3, "c": 4, "d": 5}
+    found = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<eos>"))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if template is not None:
+        special = [("<bos>", 1), ("<eos>", 0)]
+        found.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    return found
+
+
 def test_token_blocks_are_the_stream_cut(tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """eos before each document, no bos, the rest dropped, and no word about documents longer than the window."""
+    """bos before each document and each block, eos after each document, the rest dropped, and no word about documents
+    longer than the window.
+    """
     blocks_BT = token_blocks(["a b c d", "", "b", "c d a"], tokenizer, 5, progress=False)
     assert blocks_BT.dtype == torch.int64
-    assert blocks_BT.tolist() == [[0, 2, 3, 4, 5], [0, 0, 3, 0, 4]]
+    assert blocks_BT.tolist() == [[1, 2, 3, 4, 5], [1, 0, 1, 0, 1], [1, 3, 0, 1, 4]]
     assert capfd.readouterr() == ("", "")
-    assert token_blocks(["a b"], tokenizer, 3).tolist() == [[0, 2, 3]]
+    assert token_blocks(["a b"], tokenizer, 3).tolist() == [[1, 2, 3]]
     assert "tokenize: 1 of 1 documents" in capfd.readouterr().err  # a line: there is no terminal
+
+
+def test_token_blocks_without_bos(tokenizer: Any) -> None:
+    """eos before each document, as where the tokenizer adds no token by itself."""
+    documents = ["a b c d", "", "b", "c d a"]
+    wanted = [[0, 2, 3, 4, 5], [0, 0, 3, 0, 4]]
+    assert token_blocks(documents, tokenizer, 5, bos=False, progress=False).tolist() == wanted
+    assert beginning(tokenizer) == 1
+    adds_none = transformers.PreTrainedTokenizerFast(tokenizer_object=words(None), eos_token="<eos>", bos_token="<bos>")
+    assert token_blocks(documents, adds_none, 5, progress=False).tolist() == wanted
+    assert beginning(adds_none) is None
+    adds_eos = transformers.PreTrainedTokenizerFast(tokenizer_object=words("$A <eos>"), eos_token="<eos>")
+    assert beginning(adds_eos) is None
 
 
 def test_token_blocks_over_many_tokenizer_calls(tokenizer: Any) -> None:
     """The order of the documents holds across the chunks that the tokenizer gets."""
     documents = [" ".join("abcd"[(number + i) % 4] for i in range(number % 7)) for number in range(301)]
     stream = [id_ for document in documents for id_ in [0, *("  abcd".index(word) for word in document.split())]]
-    blocks_BT = token_blocks(documents, tokenizer, 11, progress=False)
+    blocks_BT = token_blocks(documents, tokenizer, 11, bos=False, progress=False)
     assert blocks_BT.flatten().tolist() == stream[: len(stream) // 11 * 11]
     assert len(stream) % 11
+    found = token_blocks(documents, tokenizer, 11, progress=False)
+    assert (found[:, 0] == 1).all()
+    text = [id_ for row in found.tolist() for id_ in row if id_ > 1]
+    assert text == [id_ for id_ in stream if id_ > 1][: len(text)]
+
+
+def test_documents_that_are_separate_see_themselves_alone(tokenizer: Any) -> None:
+    """Each gets the logits that it has alone, at the start of a block and inside; a model that cannot is refused."""
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, initializer_range=0.3, **config))
+    layout = Documents.of(tokenizer, separate=True)
+    ids = torch.tensor([[1, 2, 3, 0, 1, 4, 5, 0], [1, 5, 4, 3, 2, 2, 0, 1]])
+    with torch.no_grad():
+        found = model(**layout.inputs(ids)).logits
+        for row, start, stop in ((0, 0, 4), (0, 4, 8), (1, 0, 7), (1, 7, 8)):
+            alone = model(input_ids=ids[row : row + 1, start:stop]).logits[0]
+            torch.testing.assert_close(found[row, start:stop], alone, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(model(input_ids=ids).logits[0, 5], found[0, 5], atol=1e-3)
+    layout.check(model)
+    recurrent = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, initializer_range=0.3)
+    )
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        layout.check(recurrent)
+    Documents.of(tokenizer).check(recurrent)
+    assert Documents.of(tokenizer).inputs(ids).keys() == {"input_ids"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +144,7 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes | None,
 
 
 def test_bad_block_arguments_are_refused(tokenizer: Any) -> None:
-    no_eos = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    no_eos = transformers.PreTrainedTokenizerFast(tokenizer_object=words(None))
     for name, given in (
         ("length", (["a"], tokenizer, 0)),
         ("length", (["a b", "c"], tokenizer, 9)),

@@ -43,7 +43,7 @@ from aoquant.integrations.job.result import Result, Stage, recovered, recovered_
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
-from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
+from aoquant.integrations.text import Documents, assets, find_pages, load_documents, token_blocks
 from aoquant.linear.prepared import QATLayer
 from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
@@ -96,16 +96,20 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     if o.wikitext == "hub" and not folder.has(CONVERTED):
         ranks.share(check_hub)
     documents = [d for path in o.texts for d in load_documents(path)]
-    blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
+    blocks = token_blocks(documents, tokenizer, o.block, bos=o.bos, progress=ranks.first)
+    layout = Documents.of(tokenizer, bos=o.bos, separate=o.separate_documents)
+    ranks.share(lambda: layout.check(float_model))
     budget: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
     tuning = {**budget, "blocks_BT": blocks, "shared": ranks.launched}
+    tuning.update(micro_batch=o.micro_batch, documents=layout)
 
     def score(model: PreTrainedModel) -> Perplexity:
-        return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit, shared=ranks.launched)
+        options: Any = {"wikitext": o.wikitext, "window": o.window, "limit": o.limit, "bos": o.bos}
+        return evaluate(model, tokenizer, **options, shared=ranks.launched)
 
     def prepared_copy() -> PreTrainedModel:
         model = copy.deepcopy(float_model)
-        prepare(model, config, blocks, o.batch_size)
+        prepare(model, config, blocks, o.batch_size, layout)
         return model
 
     def stage_of(name: str, model: PreTrainedModel) -> Stage:

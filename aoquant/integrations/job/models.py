@@ -18,7 +18,7 @@ from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.plans import checked_plan
-from aoquant.integrations.text import assets
+from aoquant.integrations.text import ONE_TEXT, Documents, assets
 from aoquant.linear.direct_reads import Watch
 from aoquant.planning import coverage
 from aoquant.planning.plan import Plan
@@ -164,13 +164,13 @@ def _patterns(names: list[str], every: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int) -> None:
+def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int, documents: Documents = ONE_TEXT) -> None:
     """Prepare; where activation scales are static, calibrate them on the first training batches."""
     quantize_(model, config)
     if uncalibrated(model):
         device = next(model.parameters()).device
         batches = blocks_BT.split(batch_size)[:CALIBRATION_BATCHES]
-        calibrate(model, [{"input_ids": ids.to(device)} for ids in batches])
+        calibrate(model, [documents.inputs(ids.to(device)) for ids in batches])
 
 
 def convert(model: nn.Module) -> None:

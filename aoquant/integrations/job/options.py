@@ -40,6 +40,9 @@ class Model:
     CPU without AVX-512, which multiplies bfloat16 30 times slower. AdamW keeps float32 copies in any case."""
     device: str = field(default_factory=default_device)
     """Where everything runs."""
+    bos: bool = True
+    """Begin every document, training block and scored window with the tokenizer's BOS token, if it adds one. False: no
+    BOS in training, and lm-eval's own windows."""
 
 
 @dataclass
@@ -69,6 +72,9 @@ class Training:
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences in a step."""
+    micro_batch: int | None = None
+    """Sequences in one forward of a rank; the others of a step follow, and their gradients are added up. By default
+    all."""
     block: int = 256
     """Tokens in a sequence; at most the model's positions."""
     learning_rate: float = 3e-4
@@ -77,6 +83,8 @@ class Training:
     """kl: to the float model's distribution. ce: cross entropy."""
     seed: int = 0
     """Of the order of batches, and of a backward that rounds at random."""
+    separate_documents: bool = False
+    """No attention across documents in a training block: each sees itself alone, from position 0 on."""
     train_text: list[Path] = field(default_factory=list)
     """Files of text (.txt, .jsonl, .xz). The embedded model alone has a default: text that it generated."""
 
@@ -89,7 +97,7 @@ class Evaluation:
     """hub, or a folder with WikiText-2, or other pages, as test.jsonl. The embedded model alone has a default:
     held-out documents that it generated."""
     window: int | None = None
-    """Tokens that a prediction sees at most; the model's positions by default."""
+    """Tokens that a prediction sees at most; by default the model's positions, at most 2048."""
     limit: int | None = None
     """Score the first documents only."""
 
@@ -130,6 +138,8 @@ class Options(Model, Layers, Training, Evaluation, Output):
             raise ValueError(
                 f"steps, batch_size and block must be positive, got {self.steps}, {self.batch_size}, {self.block}"
             )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}")
         if not 0 < self.learning_rate < math.inf:  # False for NaN too
             raise ValueError(f"learning_rate must be a finite number above 0, got {self.learning_rate}")
         find_pages(self.wikitext, None)

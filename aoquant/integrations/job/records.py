@@ -115,25 +115,35 @@ class Evaluation:
     documents: Path | None
     window: int | None
     limit: int | None
+    bos: bool = True
     about: str = ""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """For `lm_eval.evaluate`."""
-        return {name: getattr(self, name) for name in ("wikitext", "documents", "window", "limit")}
+        return {name: getattr(self, name) for name in ("wikitext", "documents", "window", "limit", "bos")}
 
 
 def evaluation(
-    checkpoint: Path, wikitext: str | None, documents: Path | None, window: int | None, limit: int | None
+    checkpoint: Path,
+    wikitext: str | None,
+    documents: Path | None,
+    window: int | None,
+    limit: int | None,
+    bos: bool | None = None,
 ) -> Evaluation:
     """Return how to score `checkpoint`: as it is asked for, and where nothing is asked for as its run did."""
     path = checkpoint / RESULTS
     if not path.is_file():
         own = "" if wikitext or documents else f"scored on {_EMBEDDED}, which say little about another model: {_GIVE}"
-        return Evaluation(wikitext, documents, window, limit, own)
-    text, run_limit, run_window = read_as(
-        path, lambda n: (n["options"]["wikitext"], n["options"]["limit"], n["stages"][0]["perplexity"]["window"])
-    )
+        return Evaluation(wikitext, documents, window, limit, bos is not False, own)
+
+    def read(numbers: dict[str, Any]) -> tuple[Any, ...]:
+        options = numbers["options"]
+        bos = options.get("bos", False)  # which older versions did not have
+        return options["wikitext"], options["limit"], numbers["stages"][0]["perplexity"]["window"], bos
+
+    text, run_limit, run_window, run_bos = read_as(path, read)
     asked = wikitext is not None or documents is not None
     gone = not asked and text not in (None, "hub") and not (Path(text) / "test.jsonl").is_file()
     mine = Evaluation(
@@ -141,17 +151,20 @@ def evaluation(
         documents,
         run_window if window is None else window,
         run_limit if limit is None else limit,
+        run_bos if bos is None else bos,
     )
-    same = mine.documents is None and mine.wikitext == text and (mine.window, mine.limit) == (run_window, run_limit)
-    run = _words(text, None, run_window, run_limit)
+    how, run_how = (mine.window, mine.limit, mine.bos), (run_window, run_limit, run_bos)
+    same = mine.documents is None and mine.wikitext == text and how == run_how
+    run = _words(text, None, *run_how)
     if same:
         return Evaluation(**mine.arguments, about=f"scored as the run that wrote it did: {run}")
-    here = _words(mine.wikitext, mine.documents, mine.window, mine.limit)
+    here = _words(mine.wikitext, mine.documents, *how)
     why = f", because there is no {text} here" if gone else ""
     about = f"scored on {here}{why}; the run that wrote it scored {run}: the perplexities do not compare"
     return Evaluation(**mine.arguments, about=about)
 
 
-def _words(wikitext: str | None, documents: Path | None, window: int | None, limit: int | None) -> str:
+def _words(wikitext: str | None, documents: Path | None, window: int | None, limit: int | None, bos: bool) -> str:
     text = documents or ("WikiText-2 from the hub" if wikitext == "hub" else wikitext) or _EMBEDDED
-    return f"{text}, window {window}, {'all documents' if limit is None else f'the first {limit} documents'}"
+    pages = "all documents" if limit is None else f"the first {limit} documents"
+    return f"{text}, window {window}, {pages}{'' if bos else ', without BOS'}"

@@ -85,7 +85,7 @@ class Result:
                 tabulate(rows, heads, tablefmt="github", floatfmt=("", ".3f", ".4f", ".4f", ".2f", "")),
                 "",
                 f"recipe {self.recipe}; trained on {self.trained_on}",
-                f"scored on {first.documents} documents of {first.source}; window {first.window} tokens",
+                f"scored on {first.documents} documents of {first.source}; {first.windows}",
                 self.coverage,
                 f"stay in high precision: {self.stay_float or 'biases, norms and scales alone'}",
                 *left,
