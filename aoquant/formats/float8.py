@@ -168,4 +168,4 @@ class Float8(OneScale):
 def power_of_two_above(scale: Tensor) -> Tensor:
     """Round positive float32 scales up to powers of two, at least 2^-126; 0, Inf and NaN stay."""
     up = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
-    return torch.where((scale > 0) & scale.isfinite(), up.view(torch.float32), scale)
+    return torch.where(scale.isnan(), scale, up.view(torch.float32))

@@ -76,4 +76,20 @@ def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
         for kind in ("prepare", "quantize"):
             reason = stack_changes.why_not(chosen, kind, target)
             assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), (dim, kind, reason)
-    assert parallel.first_of(on(mesh, torch.randn(2, 32, 64), Shard(0))) == 0
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 0, 0)), (1, (2, 2, 1)), (2, (4, 4, 1))])
+def test_a_ranks_first_expert(rank: int, wanted: tuple[int, ...]) -> None:
+    """Of 6, 5 and 1 experts on three ranks, which torch cuts into chunks of 2, 2 and 1."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        for experts, first in zip((6, 5, 1), wanted, strict=True):
+            shape = torch.Size((experts, 4, 8))
+            chunks = torch.arange(experts).chunk(3)
+            local = torch.randn(len(chunks[rank]) if rank < len(chunks) else 0, 4, 8)
+            stack = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(32, 8, 1))
+            assert parallel.first_of(stack) == (int(chunks[rank][0]) if rank < len(chunks) else experts)
+            assert parallel.first_of(stack) == first
+    finally:
+        dist.destroy_process_group()

@@ -5,7 +5,7 @@ import torch
 from support.golden_inputs import DATA, data_set
 from support.torchao_oracle import torchao_encode
 
-from aoquant.formats import MX, NVFP4, MXFP4Dialect, NVFP4Dialect, get_format, list_formats
+from aoquant.formats import MX, NVFP4, MXFP4Dialect, NVFP4Dialect, Scales, get_format, list_formats
 
 NAMES = [n for n in list_formats() if isinstance(get_format(n), MX | NVFP4 | MXFP4Dialect | NVFP4Dialect)]
 MX_NAMES = [n for n in NAMES if isinstance(get_format(n), MX)]
@@ -133,3 +133,9 @@ def test_at_byte_zero_torchao_divides_by_two_to_the_minus_126(name: str) -> None
     assert e.scale is not None and e.scale.view(torch.uint8).item() == 0
     assert torch.equal(e.codes, torch.full((1, 16), 0x22, dtype=torch.uint8))  # 1.0
     assert torch.equal(get_format(name).decode(e, torch.float32), x / 2)
+
+
+def test_a_held_scale_of_byte_zero_divides_by_one() -> None:
+    """torchao's rule for RCEIL: a block of zeros that has grown under its scale keeps its values as they are."""
+    e = get_format("mxfp8").hold(torch.full((1, 32), 3.0), Scales(torch.zeros(1, 1, dtype=torch.float8_e8m0fnu)))
+    assert torch.equal(e.codes.view(torch.float8_e4m3fn).float(), torch.full((1, 32), 3.0))

@@ -206,3 +206,11 @@ def test_rows_of_any_length_are_looked_at() -> None:
     """A row of more than a million values is one piece."""
     assert _rows(torch.empty(1).expand(3, (1 << 20) + 16)) == 1
     assert _rows(torch.empty(1).expand(3, 1 << 18)) == 4
+
+
+@pytest.mark.parametrize("name", ["fouroversix", "fouroversix-row"])
+def test_no_number_counts_as_zero_in_the_outer_scale(name: str) -> None:
+    x = torch.randn(4, 64) / 64
+    wanted = get_format(name).measure(x.index_fill(1, torch.tensor([3]), 0.0)).outer
+    x[:, 3] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan])
+    assert torch.equal(get_format(name).measure(x).outer, wanted)

@@ -133,3 +133,14 @@ def test_the_smallest_scale_that_is_measured(dtype: torch.dtype) -> None:
         s = get_format(name).measure(torch.zeros(2, 32, dtype=dtype))
         assert s.scale is not None and s.scale.shape == (2, 1)
         assert (s.scale.float() == torch.tensor(least, dtype=s.scale.dtype).float()).all()
+
+
+@pytest.mark.parametrize("name", ["int8-row", "int8-row-asym", "intx4-g32", "intx3-g32-asym"])
+def test_codes_of_no_number_are_zero(name: str) -> None:
+    """Their scale is NaN. Every device stores the same bytes, also where PyTorch leaves a cast undefined."""
+    f, x = get_format(name), torch.randn(2, 64)
+    x[1, 7] = torch.nan
+    e = f.encode(x)
+    blocks = f.integers(e)[1].view(-1, f.block or 64)
+    assert not blocks[0].any() and f.decode(e, torch.float32)[1, : blocks.shape[1]].isnan().all()
+    assert f.integers(e)[0].any()

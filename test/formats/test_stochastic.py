@@ -13,7 +13,7 @@ from torch import Tensor
 from aoquant import get_format
 from aoquant.formats import Random, layout
 from aoquant.formats.elements import E2M1_MAX
-from aoquant.formats.random import fresh_state, module_id, philox
+from aoquant.formats.random import Place, Span, fresh_state, module_id, philox
 from aoquant.transforms import Rotation
 from aoquant.transforms.transform import SIZES
 
@@ -57,6 +57,16 @@ def test_philox_gives_the_published_words() -> None:
 def test_an_element_has_its_number_whatever_is_drawn_beside_it() -> None:
     random = Random(fresh_state(0, "a"), 2)
     assert torch.equal(random.words(1000)[:33], random.words(33))
+
+
+def test_an_element_of_a_part_has_the_number_of_its_place_in_the_whole() -> None:
+    """Rows and columns of a part: some that follow each other, and runs that repeat with a stride."""
+    whole, device = torch.arange(12 * 10).view(12, 10), torch.device("cpu")
+    for rows, columns, part in (
+        (Span(2, 12), Span(4, 10), whole[2:7, 4:8]),
+        (Span(1, 12, 2, 6), Span(0, 10, 1, 5), whole[[1, 2, 7, 8]][:, [0, 5]]),
+    ):
+        assert torch.equal(Place(rows, columns).elements(part.shape, device), part)
 
 
 def test_key_and_counter_are_where_the_documentation_puts_them() -> None:

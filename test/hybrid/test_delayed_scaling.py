@@ -204,6 +204,13 @@ def test_other_casts_are_refused(options: dict[str, Any]) -> None:
         layer(config(16).replaced(**options))
 
 
+@pytest.mark.parametrize("name", ["fp8-tensor", "mxfp8", "te-fp8-128x128"])
+def test_formats_with_other_scales_are_refused(name: str) -> None:
+    """Also where all six casts agree."""
+    with pytest.raises(ValueError, match="delayed scaling is for te-fp8-tensor"):
+        layer(HybridConfig.fwd_bwd(name, name, amax_history=16))
+
+
 def test_the_options_are_checked() -> None:
     for options in ({"amax_history": -1}, {"amax_history": True}, {"amax_select": "mean"}):
         with pytest.raises(ValueError, match="HybridConfig: amax_history"):

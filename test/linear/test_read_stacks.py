@@ -179,6 +179,24 @@ def test_a_cast_that_no_product_is_computed_in_is_refused() -> None:
         model(torch.randn(3, 32, dtype=torch.float64))
 
 
+def test_an_input_of_another_dtype_than_the_cast_is_refused() -> None:
+    """As the class's own product would; and not multiplied in the cast's dtype."""
+
+    class GroupedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1 = nn.Parameter(torch.randn(2, 32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.w1.to(torch.bfloat16)[0])
+
+    model, x = Holder(GroupedExperts()), torch.randn(3, 32)
+    quantize_(model, QATConfig(Int4WeightConfig(32)))
+    with pytest.raises(ValueError, match=r"input is torch.float32 and its weight torch.bfloat16"):
+        model(x)
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+
+
 def test_torchtitans_experts_are_multiplied_at_once_as_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU takes all experts at once: prepared, converted, and rows behind the last expert's."""
     model, (x, rows) = made("torchtitan")

@@ -91,7 +91,8 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
         w = w._replace(scale=scale, zero=zero)
     found = codec.decode(f, w, dtype, operand=True)
     assert same(found, f.operand(w, dtype))
-    assert same(codec.decode(f, w, dtype, operand=True, out=F32), f.operand(w, dtype).float())
+    for out in (F32, BF16):
+        assert same(codec.decode(f, w, dtype, operand=True, out=out), f.operand(w, dtype).to(out))
     assert same(codec.decode(f, w, dtype), f.decode(w, dtype))
 
 
@@ -108,6 +109,8 @@ def test_matrices_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) 
     for given in (x, x.t().contiguous().t()):
         compare(codec.encode(f, given), want)
     made, kept = with_values(f, x, dtype, operand=True), with_values(f, x, dtype, keep=True)
+    other = F32 if dtype == BF16 else BF16
+    assert same(with_values(f, x, other, operand=True).values, f.operand(want, other))
     assert made.encoded is None and same(made.values, f.operand(want, dtype)) and same(made.alpha, f.alpha(want))
     assert kept.encoded is not None and same(kept.values, f.decode(want, dtype))
     compare(kept.encoded, want)

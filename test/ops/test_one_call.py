@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.host_csrc import host_library
+from torch import nn
 
-from aoquant import get_format
+from aoquant import PackedWeightConfig, backend, get_format, quantize_
 from aoquant.formats import as_operand, tiles
+from aoquant.linear.packed import PackedLinear
 from aoquant.ops import gemm_request, linear_plan, native
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import one_call, tensor_cores
@@ -119,6 +121,31 @@ def test_only_what_the_router_would_choose(on_hopper: dict[str, str]) -> None:
     assert number("nvfp4", "nvfp4-row") is None and number("nvfp4") is not None
     on_hopper["gemm"] = "triton-decode"
     assert number("nvfp4") is None and number("int4-g128") is None
+
+
+def test_a_layer_gives_it_ordinary_calls_of_few_rows_alone(
+    on_hopper: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another dtype, device, width or number of rows, autocast and a forced backend go the general way."""
+    model = nn.Sequential(nn.Linear(256, 32, dtype=BF16))
+    quantize_(model, PackedWeightConfig("mxfp4", contract="dequantize"))
+    layer, plan, x = model[0], number("mxfp4"), torch.randn(2, 256, dtype=BF16)
+    assert isinstance(layer, PackedLinear) and plan is not None
+    taken: list[Any] = []
+    operator = SimpleNamespace(default=lambda *arguments: taken.append(arguments) or x)
+    monkeypatch.setattr(torch.ops, "aoquant_native", SimpleNamespace(linear=operator), raising=False)
+    with torch.no_grad():
+        layer(x)  # remembers its parts
+        taken.clear()
+        assert layer._in_one_call(x, plan) is x and len(taken) == 1
+        many = x[:1].expand(one_call.MOST_ROWS + 1, 256)
+        for other in (x.float(), x.to("meta"), x[:, :128], x[:0], many, x[0, 0]):
+            assert layer._in_one_call(other, plan) is None
+        with torch.autocast("cpu", BF16):
+            assert layer._in_one_call(x, plan) is None
+        with backend("reference"):
+            assert layer._in_one_call(x, plan) is None
+    assert len(taken) == 1
 
 
 def test_nothing_without_the_library() -> None:

@@ -40,6 +40,12 @@ EQUIVALENT = [
         _MORE,
     ),
     Equivalent(
+        "formats/elements.py",
+        "return (first - last <= 1 - int(math.log2(torch.finfo(wide).eps))) | (s == 0) | (z == 0)",
+        "return (first - last <= 1 - int(math.log2(torch.finfo(wide).eps))) | (s == 0) & (z == 0)",
+        _MORE,
+    ),
+    Equivalent(
         "integrations/peft_gradients.py",
         "dx = (grad @ packed_value(w).to(grad.dtype)).to(x_dtype) if needs_x else None",
         "dx = (grad @ packed_value(w).to(grad.dtype)) if needs_x else None",

@@ -139,6 +139,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ops/product.py": (*_GEMM, "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "hybrid/test_hybrid_contract.py"),
     "ops/lookup.py": ("linear/test_embedding.py",),
     "ops/codec/reference.py": (*_CODEC, *_of("ops/test_codec.py", "transposed_codes_are_those_of_the_transpose")),
+    "ops/codec/cpu.py": _of("ops/test_cpu_kernels.py", "values_are_the_formats", "matrices_are_encoded_as_the_format_does"),
     "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
     "formats/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
         "ops/test_codec.py::test_tiles_are_the_whole"),
@@ -167,6 +168,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "linear/": ("linear/test_prepared_converted.py::test_ragged_shapes", "linear/test_as_nn_linear.py"),
     "linear/direct_reads.py": ("model/test_direct_reads.py",),
     "experts/": (*_EXPERTS, *_PACKED_EXPERTS),
+    "experts/sharded.py": ("distributed/test_placements.py", *_EXPERTS),
     "experts/routers.py": ("model/test_routing.py",),
     "_messages.py": ("model/test_arguments.py", "model/test_undo.py"),
     "report/routing.py": ("model/test_routing.py",),
@@ -195,7 +197,10 @@ NEAR: dict[str, tuple[str, ...]] = {
         "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales",
     ), *_of("targets/test_static_torchao.py", "the_scale_has_the_dimensions_that_calibration_saw_after_a_resume_too")),
     "linear/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
-    "linear/law.py": ("linear/test_as_nn_linear.py", "linear/test_quantized_backward.py"),
+    "linear/law.py": (
+        "linear/test_as_nn_linear.py", "linear/test_quantized_backward.py",
+        *_of("hybrid/test_hybrid_config.py", "mismatches_are_refused_at_construction"),
+    ),
     "linear/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
     "linear/bound.py": _PACKED_LAYER,
     "linear/prepared.py": (
@@ -205,6 +210,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
     ),
     "linear/recipe.py": (
+        *_of("hybrid/test_delayed_scaling.py", "other_casts_are_refused", "formats_with_other_scales_are_refused"),
         "linear/test_batch_invariant_layers.py::test_a_layer",
         "linear/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
