@@ -36,7 +36,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from aoquant.integrations.progress_lines import progress as progress_bar
-from aoquant.integrations.text import Source, beginning, find_pages, read_jsonl
+from aoquant.integrations.text import Source, beginning, described, find_pages, read_jsonl
 
 TASK = "wikitext_local"
 WINDOW = 2048  # by default: logits of 32 768 positions and 262 144 tokens would take 34 GB
@@ -96,9 +96,9 @@ def evaluate(
 ) -> Perplexity:
     """Run lm-eval's wikitext task on a causal language model.
 
-    wikitext: "hub" or a folder with test.jsonl. documents: `{"page": ...}` lines. Neither: the embedded pages.
-    window: tokens; at most the model's positions, and by default 2048 of them. limit: score only the first `limit`
-    documents. bos: begin every window with the token that the tokenizer begins texts with, if it does so, and do not
+    wikitext: "hub" or a folder with test.jsonl. documents: `{"page": ...}` lines. Neither: docstrings of the
+    standard library. window: tokens; at most the model's positions, and by default 2048 of them. limit: score only the
+    first documents. bos: begin every window with the token that the tokenizer begins texts with, if it does so, and do not
     score that token; otherwise the numbers are those of lm-eval's own command line.
     shared: the ranks of the default process group score a part of the documents each; all call it, with equal models,
     and all get the result. lm-eval shares them out and makes the numbers of forwards equal.
@@ -143,7 +143,7 @@ def evaluate(
         **{name: metrics[f"{name},none"] for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")},
         window=window,
         documents=int(results["n-samples"][task]["effective"]),
-        source="EleutherAI/wikitext_document_level" if pages is None else str(pages),
+        source="EleutherAI/wikitext_document_level" if pages is None else described(pages),
         task=task,
         task_version=str(results["versions"][task]),
         limit=limit,

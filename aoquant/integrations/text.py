@@ -9,17 +9,22 @@ saw a <bos> at every first position, and predict badly without it. Training cuts
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import lzma
 import re
+import sys
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from aoquant.integrations import docstrings
 from aoquant.integrations.progress_lines import progress as progress_bar
 
 if TYPE_CHECKING:
@@ -28,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Source = Path | str | None
-EMBEDDED = "heldout.jsonl"  # in the package aoquant.assets: the held-out pages when none are named
 END_OF_TEXT = "<|endoftext|>"
 _SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}$\n?", re.MULTILINE)
 # Documents in one tokenizer call: enough for its threads, and the Python lists of ids stay small.
@@ -188,8 +192,22 @@ def document_positions(ids_BT: Tensor, first: int) -> Tensor:
     return at - torch.where(ids_BT == first, at, 0).cummax(dim=1).values
 
 
+@cache
+def standard_text() -> tuple[Path, Path]:
+    """Return files of the standard library's docstrings, trained on and held out, while this process runs."""
+    folder = tempfile.TemporaryDirectory(prefix="aoquant-text-")
+    atexit.register(folder.cleanup)
+    return docstrings.write(Path(folder.name))
+
+
+def described(path: Path) -> str:
+    """Return what a file of text is, for people."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"docstrings of Python {version}'s standard library" if path in standard_text() else str(path)
+
+
 def assets() -> Path:
-    """The folder of the embedded model and text: `aoquant.assets` if installed, else eval/assets of a checkout."""
+    """The folder of the embedded model: `aoquant.assets` if installed, else eval/assets of a checkout."""
     spec = importlib.util.find_spec("aoquant.assets")
     return (
         Path(next(iter(spec.submodule_search_locations or ())))
@@ -201,8 +219,9 @@ def assets() -> Path:
 def find_pages(wikitext: Source, documents: Source) -> Path | None:
     """Return the file of held-out `{"page": ...}` lines that lm-eval is to score; None for wikitext = "hub".
 
-    wikitext: "hub" or a folder with test.jsonl. documents: a file. Neither: the embedded pages. Raises ValueError if
-    there is no such file, or if it holds no page or an empty one, which lm-eval would score as a perfect one.
+    wikitext: "hub" or a folder with test.jsonl. documents: a file. Neither: docstrings of the standard library.
+    Raises ValueError if there is no such file, or if it holds no page or an empty one, which lm-eval would score as a
+    perfect one.
     """
     if wikitext is not None and documents is not None:
         raise ValueError(
@@ -215,8 +234,8 @@ def find_pages(wikitext: Source, documents: Source) -> Path | None:
     elif documents is not None:
         path, rule = Path(documents), 'documents must be an existing file of {"page": ...} lines'
     else:
-        path = assets() / EMBEDDED
-        rule = f"give wikitext or documents, as the embedded {EMBEDDED} is not installed"
+        path = standard_text()[1]
+        rule = "give wikitext or documents, as the standard library has no docstrings here"
     if not path.is_file():
         raise ValueError(f"{rule}, got {str(path if wikitext is None else wikitext)!r}")
     pages = read_jsonl(path, ("page",))

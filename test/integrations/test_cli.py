@@ -54,8 +54,8 @@ def test_run_writes_everything_and_verifies(out: Path) -> None:
     assert numbers["stages"][4]["bytes"] < 0.7 * numbers["stages"][0]["bytes"]
     text = (out / "report.md").read_text()
     assert "int4-g32" in text
-    assert f"trained on 2 steps of 2 x 64 tokens of {job.assets()}/train.jsonl\n" in text
-    assert f"scored on 1 documents of {job.assets()}/heldout.jsonl; window 256 tokens\n" in text
+    assert "trained on 2 steps of 2 x 64 tokens of docstrings of Python" in text
+    assert "scored on 1 documents of docstrings of Python" in text
     assert "recovered by QAT: n/a" in text  # a single document
     assert "logits bit-equal" in text
     rows = list(csv.DictReader((out / "report.csv").open()))

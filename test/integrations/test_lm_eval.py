@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -304,9 +303,7 @@ def test_quantised_tied_head_is_kept(tokenizer: Any, documents: Path) -> None:
     assert metrics(result) == pytest.approx(by_hand(model, tokenizer, generate_pages(), WINDOW), rel=1e-5)
 
 
-def test_where_pages_come_from(
-    model: Any, tokenizer: Any, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_pages_come_from(model: Any, tokenizer: Any, documents: Path, tmp_path: Path) -> None:
     """Of a folder only test.jsonl is scored; its name holds what a glob or a YAML string could trip over."""
     folder = tmp_path / "wiki [text] *2? 'ü' {a}: #"
     write_pages(folder / "test.jsonl", generate_pages())
@@ -314,14 +311,10 @@ def test_where_pages_come_from(
     result = evaluate(model, tokenizer, wikitext=folder, progress=False)
     assert metrics(result) == metrics(evaluate(model, tokenizer, documents=documents, progress=False))
     assert (result.source, result.window) == (str(folder / "test.jsonl"), POSITIONS)
-    spec = ModuleSpec("aoquant.assets", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(text.importlib.util, "find_spec", lambda _: spec)
-    with pytest.raises(ValueError, match=r"heldout\.jsonl"):
-        evaluate(model, tokenizer)
-    pages = write_pages(tmp_path / text.EMBEDDED, generate_pages(2))
-    result = evaluate(model, tokenizer, progress=False)
-    assert (result.source, result.documents) == (str(pages), 2)
+    held_out = text.standard_text()[1]
+    result = evaluate(model, tokenizer, limit=1, progress=False)
+    assert result == evaluate(model, tokenizer, documents=held_out, limit=1, progress=False)
+    assert result.source == text.described(held_out) != str(held_out)
 
 
 def test_limit_and_repetition(model: Any, tokenizer: Any, documents: Path, tmp_path: Path) -> None:

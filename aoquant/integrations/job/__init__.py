@@ -43,7 +43,7 @@ from aoquant.integrations.job.result import Result, Stage, recovered, recovered_
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
-from aoquant.integrations.text import Documents, assets, find_pages, load_documents, token_blocks
+from aoquant.integrations.text import Documents, assets, described, find_pages, load_documents, token_blocks
 from aoquant.linear.prepared import QATLayer
 from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
@@ -178,7 +178,7 @@ def _finish(
         reload=_reload(o, batch["input_ids"], fingerprint),
         coverage=str(covered),
         stay_float=listed(covered.float_weights),
-        trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(str, o.texts))}",
+        trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(described, o.texts))}",
         skipped=skipped,
     )
     record = {

@@ -20,7 +20,7 @@ import torch
 
 from aoquant.integrations.finetune import LOSSES
 from aoquant.integrations.hf import check_storable
-from aoquant.integrations.text import assets, find_pages
+from aoquant.integrations.text import find_pages, standard_text
 from aoquant.planning.choose import each
 from aoquant.recipes import mixed
 from aoquant.targets import resolve
@@ -86,7 +86,8 @@ class Training:
     separate_documents: bool = False
     """No attention across documents in a training block: each sees itself alone, from position 0 on."""
     train_text: list[Path] = field(default_factory=list)
-    """Files of text (.txt, .jsonl, .xz). The embedded model alone has a default: text that it generated."""
+    """Files of text (.txt, .jsonl, .xz). The embedded model alone has a default: docstrings of
+    Python's standard library."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Evaluation:
 
     wikitext: str | None = None
     """hub, or a folder with WikiText-2, or other pages, as test.jsonl. The embedded model alone has a default:
-    held-out documents that it generated."""
+    docstrings of Python's standard library, of other modules than it trains on."""
     window: int | None = None
     """Tokens that a prediction sees at most; by default the model's positions, at most 2048."""
     limit: int | None = None
@@ -162,14 +163,14 @@ class Options(Model, Layers, Training, Evaluation, Output):
         if self.model is not None and lacks:
             raise ValueError(
                 f"--model {self.model} needs --train-text FILE ... to train on and --wikitext hub, or a folder with "
-                f"test.jsonl, to be scored on, got no {' and no '.join(lacks)}: the default texts are the embedded "
-                "model's own, and say nothing about another model"
+                f"test.jsonl, to be scored on, got no {' and no '.join(lacks)}: the default texts, docstrings "
+                "of Python's standard library, say little about another model"
             )
 
     @property
     def texts(self) -> list[Path]:
         """Return the files that are trained on."""
-        return self.train_text or [assets() / "train.jsonl"]
+        return self.train_text or [standard_text()[0]]
 
     def as_json(self) -> dict[str, Any]:
         """Return the options in JSON's types."""

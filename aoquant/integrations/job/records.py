@@ -25,7 +25,7 @@ from aoquant.files.safetensors_file import read_json
 
 T = TypeVar("T")
 RESULTS = "aoquant_run.json"
-_EMBEDDED = "the embedded held-out documents"
+_EMBEDDED = "docstrings of Python's standard library"
 _GIVE = "give --wikitext hub, a folder with test.jsonl, or --documents"
 
 
