@@ -1,4 +1,4 @@
-"""A MkDocs hook: links from a page to a file of the repository lead to a copy of that file on the site.
+"""A MkDocs hook: the site has the version of the package, and links to files of the repository lead to copies on it.
 
 A page is read in two places. In the repository `../aoquant/formats/int4.py` is a file beside the docs; the site holds
 only what lies under docs/. So each linked file becomes a page under repository/: Markdown as it is, a folder as a list
@@ -9,6 +9,7 @@ like any other. A link to no file stays as it is, so that a strict build stops a
 from __future__ import annotations
 
 import html
+import importlib.metadata
 import os
 import re
 from collections.abc import Callable
@@ -24,6 +25,11 @@ COPIES = "repository"
 FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(?:https?:)?//[^>]*>")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Name the version that the site describes: that of the installed package."""
+    config.site_name = f"{config.site_name} {importlib.metadata.version('aoquant')}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import logging
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_links_to_repository_files_lead_to_copies(tmp_path: Path) -> None:
     notes = (out / "repository" / "NOTES.html").read_text()
     assert 'href="code.py.html"' in notes and 'href="../index.html"' in notes
     assert "<code>main.html</code>" in (out / "repository" / "theme" / "index.html").read_text()
+
+
+def test_the_site_names_the_version_of_the_package(tmp_path: Path) -> None:
+    site(tmp_path, "# A\n")
+    config = load_config(str(tmp_path / "mkdocs.yml"))
+    assert config.plugins.on_config(config).site_name == f"x {version('aoquant')}"
 
 
 @pytest.mark.parametrize("link", ["../missing.py", "../NOTES.md#nowhere", "other.md"])
