@@ -14,23 +14,24 @@ from pathlib import Path
 
 # fmt: off
 TRAIN = (
-    "_pydecimal", "_pyio", "argparse", "ast", "base64", "bdb", "bz2", "code", "codecs", "collections/__init__",
-    "concurrent/futures/_base", "concurrent/futures/process", "configparser", "difflib", "doctest",
-    "email/_header_value_parser", "email/charset", "email/header", "email/headerregistry", "email/policy",
-    "email/_policybase", "fileinput", "ftplib", "functools", "gzip", "http/client", "http/cookies", "http/server",
-    "imaplib", "inspect", "ipaddress", "json/__init__", "json/encoder", "json/decoder", "locale",
-    "logging/__init__", "logging/handlers", "logging/config", "lzma", "mailbox", "mimetypes", "numbers", "os",
-    "pdb", "pickletools", "pkgutil", "platform", "poplib", "pydoc", "queue", "random", "re/__init__", "shelve",
-    "shutil", "site", "smtplib", "socket", "ssl", "statistics", "subprocess", "tarfile", "tempfile", "threading",
-    "unittest/case", "unittest/loader", "unittest/mock", "urllib/parse", "urllib/request", "uuid", "venv/__init__",
-    "wave", "weakref", "wsgiref/handlers", "wsgiref/headers", "wsgiref/validate", "xml/etree/ElementTree",
-    "xml/sax/handler", "xml/sax/xmlreader", "xmlrpc/client", "xmlrpc/server", "asyncio/base_events",
-    "asyncio/events", "asyncio/futures", "asyncio/protocols", "asyncio/streams", "asyncio/tasks",
-    "asyncio/transports", "asyncio/unix_events", "importlib/_bootstrap_external", "importlib/_bootstrap",
+    "argparse", "ast", "asyncio/base_events", "asyncio/events", "asyncio/futures", "asyncio/protocols",
+    "asyncio/streams", "asyncio/tasks", "asyncio/transports", "asyncio/unix_events", "base64", "bdb", "bz2", "code",
+    "codecs", "collections/__init__", "concurrent/futures/_base", "concurrent/futures/process", "configparser",
+    "difflib", "doctest", "email/_header_value_parser", "email/_policybase", "email/charset", "email/header",
+    "email/headerregistry", "email/message", "email/policy", "fileinput", "ftplib", "functools", "gzip",
+    "http/client", "http/cookiejar", "http/cookies", "http/server", "imaplib", "importlib/_bootstrap",
+    "importlib/_bootstrap_external", "inspect", "ipaddress", "json/__init__", "json/decoder", "json/encoder",
+    "locale", "logging/__init__", "logging/config", "logging/handlers", "lzma", "mailbox", "mimetypes", "numbers",
+    "optparse", "os", "pdb", "pickletools", "pkgutil", "platform", "poplib", "_pydecimal", "pydoc", "_pyio",
+    "queue", "random", "re/__init__", "shelve", "shutil", "site", "smtplib", "socket", "ssl", "statistics",
+    "subprocess", "tarfile", "tempfile", "threading", "unittest/case", "unittest/loader", "unittest/mock",
+    "urllib/parse", "urllib/request", "uuid", "venv/__init__", "wave", "weakref", "wsgiref/handlers",
+    "wsgiref/headers", "wsgiref/validate", "xml/etree/ElementTree", "xml/sax/handler", "xml/sax/xmlreader",
+    "xmlrpc/client", "xmlrpc/server",
 )
 HELD_OUT = (
-    "_collections_abc", "cmd", "contextlib", "email/message", "getopt", "graphlib", "heapq", "http/cookiejar",
-    "optparse", "pickle", "sched", "socketserver", "textwrap", "timeit",
+    "_collections_abc", "cmd", "contextlib", "getopt", "graphlib", "heapq", "pickle", "sched", "socketserver",
+    "textwrap", "timeit",
 )
 # fmt: on
 

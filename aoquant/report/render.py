@@ -159,6 +159,21 @@ def bars(layers: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
+def ladder(names: Sequence[str], values: Sequence[float], unit: str, title: str, path: Path) -> None:
+    """A bar for each of a few models, with its number; lower is better."""
+    figures = _need("matplotlib.figure", "plot")
+    figure = figures.Figure(figsize=(7, 1.2 + 0.45 * len(names)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(range(len(names)), values, 0.7, color=_COLOURS[0])
+    axes.bar_label(bars, fmt=" %.2f", fontsize=9)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 1.12 * max(values))
+    axes.set_xlabel(f"{unit}, lower is better")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path)
+
+
 def bit_equal(layers: Sequence[Row]) -> str:
     """Return a sentence that training computed what is deployed; "" where a layer differs, or holds no float weight."""
     found = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db)]

@@ -21,7 +21,7 @@ from torchao.quantization import FqnToConfig
 import aoquant
 from aoquant import Hadamard, Int8WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.integrations.lm_eval import evaluate, write_task
-from aoquant.integrations.text import assets, load_documents
+from aoquant.integrations.text import assets, load_documents, standard_text
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 DOCUMENTS, WINDOW = 2, 256
@@ -123,7 +123,7 @@ def test_compressed_tensors_without_aoquant(name: str, tmp_path: Path) -> None:
     )
     assert share(found) >= least
     # lm-eval's score of all tokens, within four standard errors of so many differences
-    tokens = sum(len(tokenizer(page)["input_ids"]) for page in load_documents(assets() / "heldout.jsonl")[:DOCUMENTS])
+    tokens = sum(len(tokenizer(page)["input_ids"]) for page in load_documents(standard_text()[1])[:DOCUMENTS])
     apart = abs(math.log(found["perplexity"] / here.word_perplexity)) * sum(here.words)
     assert apart <= 4 * noise * math.sqrt(tokens)
 

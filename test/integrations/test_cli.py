@@ -39,19 +39,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_writes_everything_and_verifies(out: Path) -> None:
     numbers = json.loads((out / job.RESULTS).read_text())
-    assert [s["name"] for s in numbers["stages"]] == [
-        "float",
-        "float, fine-tuned",
-        "PTQ",
-        "QAT, prepared",
-        "QAT, converted",
-    ]
+    assert [s["name"] for s in numbers["stages"]] == ["float", "PTQ", "QAT, prepared", "QAT, converted"]
     words = [s["perplexity"]["word_perplexity"] for s in numbers["stages"]]
-    assert len(set(words[:4])) == 4  # each stage is another model
-    assert words[3] == words[4]  # but for conversion, which changes nothing
-    assert words[2] > words[0]
+    assert len(set(words[:3])) == 3  # each stage is another model
+    assert words[2] == words[3]  # but for conversion, which changes nothing
+    assert words[1] > words[0]
     assert numbers["min_sqnr_db"] == "inf"
-    assert numbers["stages"][4]["bytes"] < 0.7 * numbers["stages"][0]["bytes"]
+    assert numbers["stages"][3]["bytes"] < 0.7 * numbers["stages"][0]["bytes"]
     text = (out / "report.md").read_text()
     assert "int4-g32" in text
     assert "trained on 2 steps of 2 x 64 tokens of docstrings of Python" in text
@@ -63,6 +57,15 @@ def test_run_writes_everything_and_verifies(out: Path) -> None:
     for folder in (out, out / "float_against_quantized"):
         assert json.loads((folder / "report.json").read_text())
         assert (folder / "report.png").stat().st_size > 10_000
+    assert (out / "perplexity.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_a_run_by_cross_entropy_fine_tunes_the_float_model_too(tmp_path: Path) -> None:
+    cli.main(["run", "--recipe", "int4-g32", "--loss", "ce", "--out", str(tmp_path / "out"), *SMALL])
+    stages = json.loads((tmp_path / "out" / job.RESULTS).read_text())["stages"]
+    assert [s["name"] for s in stages] == ["float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"]
+    assert stages[0]["perplexity"] != stages[1]["perplexity"]
 
 
 @pytest.mark.slow
@@ -70,8 +73,8 @@ def test_run_with_embeddings_quantises_the_tied_pair(out: Path, tmp_path: Path) 
     folder = tmp_path / "out"
     cli.main(["run", "--recipe", "int4-g32", "--embeddings", "--out", str(folder), *SMALL])
     with_them, without = (json.loads((f / job.RESULTS).read_text())["stages"] for f in (folder, out))
-    assert with_them[3]["perplexity"]["word_perplexity"] == with_them[4]["perplexity"]["word_perplexity"]
-    assert with_them[4]["bytes"] < 0.6 * without[4]["bytes"]
+    assert with_them[2]["perplexity"]["word_perplexity"] == with_them[3]["perplexity"]["word_perplexity"]
+    assert with_them[3]["bytes"] < 0.6 * without[3]["bytes"]
     rows = list(csv.DictReader((folder / "report.csv").open()))
     assert len(rows) == 4 * 7 + 2 + 1
     assert {r["output_sqnr_db"] for r in rows} == {"inf"}
@@ -82,7 +85,7 @@ def test_eval_loads_the_checkpoint_bit_equal(out: Path, capsys: pytest.CaptureFi
     cli.main(["eval", str(out / "checkpoint"), "--limit", "1", "--window", "256", "--device", "cpu"])
     printed = capsys.readouterr().out
     assert "logits bit-equal to the run that wrote it" in printed
-    stored = json.loads((out / job.RESULTS).read_text())["stages"][4]["perplexity"]["word_perplexity"]
+    stored = json.loads((out / job.RESULTS).read_text())["stages"][3]["perplexity"]["word_perplexity"]
     assert f"word perplexity {stored:.4f}" in printed
 
 
@@ -230,7 +233,7 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
 
 def test_eval_scores_what_the_run_scored(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["eval", str(out / "checkpoint"), "--device", "cpu"])
-    recorded = json.loads((out / job.RESULTS).read_text())["stages"][4]["perplexity"]
+    recorded = json.loads((out / job.RESULTS).read_text())["stages"][3]["perplexity"]
     assert capsys.readouterr().out.splitlines()[-1] == str(Perplexity(**recorded))
     for options in ({"window": 128}, {"limit": 2}, {"wikitext": "hub"}):
         given = dict.fromkeys(("wikitext", "documents", "window", "limit")) | options

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from aoquant import cli, load_pretrained
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.integrations import job
+from aoquant.integrations.text import standard_text
 
 ROOT = Path(__file__).parents[2]
 EVAL = ROOT / "eval"
@@ -168,32 +169,12 @@ def test_other_settings_and_other_text_are_refused(train: Any, text: Path, tmp_p
         train("new", text=(other,))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"first": "vocabulary", "greedy": 3, "top_k": 50, "top_p": 0.9}, marks=pytest.mark.slow)],
-)
-def test_generation_repeats_and_its_two_sets_are_disjoint(
-    script: Any, train: Any, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    generate, model = script("generate"), train("trained", steps=12) / "model"
-    settings = {"train_bytes": 2000, "held_out_bytes": 500, "batch": 16, "min_tokens": 4, "device": "cpu"} | options
-    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        generate.main(generate.Config(model=model, out=tmp_path / name, seed=seed, **settings))
-    written = {name: (tmp_path / name / "train.jsonl").read_bytes() for name in "abc"}
-    assert written["a"] == written["b"] != written["c"]
-    lines = [(tmp_path / "a" / f"{part}.jsonl").read_text("utf-8").splitlines() for part in ("train", "heldout")]
-    pages = [[json.loads(line)["page"] for line in part] for part in lines]
-    assert sum(len(page.encode()) for page in pages[0]) >= 2000
-    runs = [{run for page in part for run in generate.runs(page)} for part in pages]
-    assert not runs[0] & runs[1]
-
-
 def test_run_gives_the_table_of_a_mixtral_whose_experts_are_int4(script: Any, tmp_path: Path) -> None:
     """From text to a checkpoint: pretrained, then float, PTQ and QAT of its experts alone."""
     text, out, pretrain = tmp_path / "text.jsonl", tmp_path / "run", script("pretrain")
-    lines = (EVAL / "assets" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
-    text.write_text("\n".join(lines), encoding="utf-8")
-    shutil.copy(EVAL / "assets" / "heldout.jsonl", tmp_path / "test.jsonl")
+    train, held_out = standard_text()
+    text.write_text("".join(train.read_text(encoding="utf-8").splitlines(keepends=True)[:4]), encoding="utf-8")
+    shutil.copy(held_out, tmp_path / "test.jsonl")
     settings = MOE | {"vocab": 384, "steps": 4, "window": 128, "anneal_fraction": 0.0}
     pretrain.main(pretrain.Config(text=(text,), out=tmp_path / "demo", **settings))
     options = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--device", "cpu"]

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant.experts.families import stacks_of
-from aoquant.integrations.text import assets, load_documents, token_blocks
+from aoquant.integrations.text import assets, load_documents, standard_text, token_blocks
 from aoquant.integrations.vllm_experts import owner_in_files
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrain
 
 def heldout(tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, str]:
     """Token ids of held-out pages, IDS_SHAPE, and a page's text."""
-    pages = load_documents(assets() / "heldout.jsonl")
+    pages = load_documents(standard_text()[1])
     return token_blocks(pages, tokenizer, IDS_SHAPE[1], progress=False)[: IDS_SHAPE[0]], pages[0][:2000]
 
 

@@ -1,6 +1,9 @@
 """The main job: float, PTQ and QAT of one model under one recipe, measured, verified and saved.
 
-    float -> float fine-tuned on the same tokens -> PTQ -> QAT prepared -> QAT converted
+    float -> PTQ -> QAT prepared -> QAT converted
+
+By cross entropy the student learns the text too, so the float model is then fine-tuned on the same tokens for
+comparison; distilled students have the float model itself as their ceiling.
 
 lm-eval scores every stage with the same window and pages. The prepared and the converted model are compared layer by
 layer, and the saved checkpoint is loaded again and must give the same logits, bit for bit. The plan is checked on the
@@ -126,8 +129,10 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         ranks.share(lambda: check_export(untrained, _engine_format(o), tokenizer))
         del untrained
     folder.begin()
-    stages = [stage_of(FLOAT, float_model), folder.stage(TUNED, tuned_stage)]
-    folder.forget(TUNED)
+    stages = [stage_of(FLOAT, float_model)]
+    if o.loss == "ce":
+        stages.append(folder.stage(TUNED, tuned_stage))
+        folder.forget(TUNED)
     ptq = folder.stage(PTQ, lambda: _ptq_stage(prepared_copy(), score))
 
     prepared = prepared_copy()

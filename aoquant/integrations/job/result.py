@@ -11,9 +11,10 @@ from typing import Any
 from aoquant._messages import folded
 from aoquant.integrations.job.records import RESULTS, write_json
 from aoquant.integrations.lm_eval import Perplexity
-from aoquant.report import Report
+from aoquant.report import Report, render
 
 QUANTISATION_ERROR = "float_against_quantized"  # folder of the report of float against quantised
+PICTURE = "perplexity.png"
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ class Result:
         out = self.out
         return (
             (f"written for the engine: {self.exported}\n" if self.exported else "")
-            + f"written to {out}/: report.md (all of this), {RESULTS}, report.csv and .json, checkpoint/\n"
+            + f"written to {out}/: {PICTURE} (the table's), report.md (all of this), {RESULTS}, checkpoint/\n"
             f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
-            f"({out}/report.png compares training with what is deployed: its title says whether they are equal)"
+            f"next: aoquant eval {out}/checkpoint, or a model of your own:\n"
+            f"  aoquant run --model FOLDER --recipe {self.recipe} --train-text FILE --wikitext FOLDER --out OUT"
         )
 
     @classmethod
@@ -123,6 +125,9 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
     out = result.out
     layers.save(out)
     error.save(out / QUANTISATION_ERROR)
+    names, scores = zip(*((s.name, s.perplexity.word_perplexity) for s in result.stages), strict=True)
+    title = f"{result.recipe}; prepared against converted: {result.sqnr()}"
+    render.ladder(names, scores, "word perplexity", title, out / PICTURE)
     text = f"# aoquant run: {result.recipe}\n\n{result.table()}\n\n## Prepared against converted\n\n"
     text += f"{layers.to_markdown()}\n\n## Float against quantised\n\n{error.to_markdown()}\n"
     (out / "report.md").write_text(text, encoding="utf-8")
