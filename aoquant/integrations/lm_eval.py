@@ -96,9 +96,9 @@ def evaluate(
 ) -> Perplexity:
     """Run lm-eval's wikitext task on a causal language model.
 
-    wikitext: "hub" or a folder with test.jsonl. documents: `{"page": ...}` lines. Neither: docstrings of the
-    standard library. window: tokens; at most the model's positions, and by default 2048 of them. limit: score only the
-    first documents. bos: begin every window with the token that the tokenizer begins texts with, if it does so, and do not
+    wikitext: "hub" or a folder with test.jsonl. documents: `{"page": ...}` lines. Neither: docstrings of the standard
+    library. window: tokens; at most the model's positions, and by default 2048 of them. limit: score only the first
+    documents. bos: begin every window with the token that the tokenizer begins texts with, if it does so, and do not
     score that token; otherwise the numbers are those of lm-eval's own command line.
     shared: the ranks of the default process group score a part of the documents each; all call it, with equal models,
     and all get the result. lm-eval shares them out and makes the numbers of forwards equal.

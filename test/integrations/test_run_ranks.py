@@ -131,7 +131,7 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     assert " windows, 100 %" in progress[-1] and second[-1] == []
     assert again == losses and same and step == 2
     assert scores_are_equal  # of each document, shared out or not
-    assert perplexities[3] == perplexities[4] != perplexities[0] and sqnr == float("inf")
+    assert perplexities[2] == perplexities[3] != perplexities[0] and sqnr == float("inf")
     record = json.loads((tmp_path / "out" / job.RESULTS).read_text())
     assert record["ranks"] == 2 and record["reload"] == "logits bit-equal"
     assert (tmp_path / "out" / "report.md").is_file() and not list((tmp_path / "out").rglob(NEWEST))
