@@ -27,6 +27,7 @@ from .high import HighPrecision
 from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
+from .kv import KVFormat, get_kv_format
 from .mslk import Float8Mslk
 from .mx_square import MXSquare
 from .operand import Operand, as_operand, is_composed
@@ -59,6 +60,7 @@ __all__ = [
     "Int4Float8Row",
     "Int8Vllm",
     "Int8VllmReciprocal",
+    "KVFormat",
     "MXFP4Dialect",
     "MXSquare",
     "NVFP4Dialect",
@@ -74,6 +76,7 @@ __all__ = [
     "as_operand",
     "delayed",
     "get_format",
+    "get_kv_format",
     "get_operand",
     "layout",
     "list_formats",
