@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 CHUNK_BYTES = 1 << 29  # of one chunk's logits in float32: 512 tokens of a vocabulary of 262 144
-_BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
+BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
 IGNORED = -100  # target of a token that is not scored, as in torch's cross_entropy
 LossOf = Callable[[Tensor, slice], Tensor]
 
@@ -200,7 +200,7 @@ class _RowLoss(torch.autograd.Function):
     ) -> Tensor:
         d_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=logits_NV.device)
-        size = max(1, _BLOCK_BYTES // (4 * logits_NV.shape[-1]))
+        size = max(1, BLOCK_BYTES // (4 * logits_NV.shape[-1]))
         for start in range(0, len(logits_NV), size):
             at = slice(start, start + size)
             loss, d_rows_NV = rows(logits_NV[at], targets[at])

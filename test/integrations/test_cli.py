@@ -121,13 +121,13 @@ def test_eval_informs_of_other_logits_elsewhere(name: str, there: Any, changed: 
     assert "logits differ" in said and f"{name.replace('_', ' ')} is " in said and f"and was {there}" in said
 
 
-def test_the_demo_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the embedded model alone, and only as long as nobody says otherwise."""
+def test_a_run_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any model, as long as nobody says otherwise."""
     for capability, dtype in (("AVX2", "float32"), ("AVX512", "bfloat16")):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
         assert job.Options(device="cpu").dtype == dtype
         assert job.Options(device="cuda").dtype == "bfloat16"
-        assert job.Options(device="cpu", model="folder").dtype == "bfloat16"
+        assert job.Options(device="cpu", model="folder").dtype == dtype
         assert job.Options(device="cpu", dtype="float16").dtype == "float16"
 
 

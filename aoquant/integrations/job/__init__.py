@@ -40,6 +40,7 @@ from aoquant.integrations.job.models import (
     probe,
     why_not_run,
 )
+from aoquant.integrations.job.needs import Estimate, estimate
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
@@ -54,6 +55,7 @@ from aoquant.recipes import mixed
 from aoquant.report import report, verify
 
 FLOAT, TUNED, PTQ, PREPARED, CONVERTED = "float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"
+_COMPARED = 2048  # tokens that reports run on, with all their logits
 Score = Callable[[PreTrainedModel], Perplexity]
 
 
@@ -90,6 +92,8 @@ def _engine_format(o: Options) -> str:
 
 def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     assert o.dtype is not None  # the options chose one
+    if (needs := ranks.share(lambda: _fits(o, ranks.size))) is not None and ranks.first:
+        print(needs, file=sys.stderr, flush=True)
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     ranks.share(lambda: check_window(float_model, tokenizer, o.window))
     ranks.share(lambda: check_block(o.block, positions(float_model)))
@@ -148,12 +152,21 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     else:
         deployed = stage_of(CONVERTED, converted)
     stages += [ptq, qat, deployed]
-    batch = {"input_ids": blocks[: o.batch_size].to(float_model.device)}
+    compared = max(1, min(o.batch_size, _COMPARED // o.block))
+    batch = {"input_ids": blocks[:compared].to(float_model.device)}
     result = ranks.share(
         lambda: _finish(o, stages, tokenizer, (float_model, prepared, converted), batch, skipped, ranks.size)
     )
     folder.forget(PREPARED)
     return result
+
+
+def _fits(o: Options, ranks: int) -> Estimate | None:
+    """Return the estimate of a run. Raises ValueError where it needs more memory than is free."""
+    found = estimate(o, ranks)
+    if found is not None:
+        found.check()
+    return found
 
 
 def _finish(

@@ -24,7 +24,7 @@ from aoquant.planning import coverage
 from aoquant.planning.plan import Plan
 from aoquant.planning.sizes import stored_bytes
 from aoquant.recipes import Recipe, mixed
-from aoquant.tools.doctor import MISSING_KERNEL
+from aoquant.tools.doctor import MISSING_KERNEL, slow_in_bfloat16
 
 CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
 
@@ -69,10 +69,13 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
 
 
 def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model of a folder, quantised (then checked) or float (as stored), on `device`, in eval mode."""
+    """Tokenizer and model of a folder, on `device`, in eval mode: quantised (then checked), or float.
+
+    A float model has the dtype that is stored, and float32 on a CPU that is slow in bfloat16.
+    """
     config = checkpoint / "config.json"
     if config.exists() and "quantization_config" not in read_json(config):
-        return load_float(str(checkpoint), "auto", device)
+        return load_float(str(checkpoint), "float32" if slow_in_bfloat16(device) else "auto", device)
     model: PreTrainedModel = load_pretrained(checkpoint)
     return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False), model.to(device).eval()
 

@@ -16,15 +16,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import torch
-
 from aoquant.integrations.finetune import LOSSES
 from aoquant.integrations.hf import check_storable
 from aoquant.integrations.text import find_pages, standard_text
 from aoquant.planning.choose import each
 from aoquant.recipes import mixed
 from aoquant.targets import resolve
-from aoquant.tools.doctor import check_device, default_device
+from aoquant.tools.doctor import check_device, default_device, slow_in_bfloat16
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,8 +34,8 @@ class Model:
     model: str | None = None
     """A folder or hub id of a causal language model; the embedded demo model by default."""
     dtype: str | None = None
-    """bfloat16, float16 or float32: the deployed model's dtype. bfloat16 by default; of the embedded model float32 on a
-    CPU without AVX-512, which multiplies bfloat16 30 times slower. AdamW keeps float32 copies in any case."""
+    """bfloat16, float16 or float32: the deployed model's dtype. bfloat16 by default; float32 on a CPU without AVX-512,
+    which multiplies bfloat16 30 times slower. AdamW keeps float32 copies in any case."""
     device: str = field(default_factory=default_device)
     """Where everything runs."""
     bos: bool = True
@@ -123,8 +121,7 @@ class Options(Model, Layers, Training, Evaluation, Output):
 
     def __post_init__(self) -> None:
         if self.dtype is None:
-            slow = self.device == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-            self.dtype = "float32" if slow and self.model is None else "bfloat16"
+            self.dtype = "float32" if slow_in_bfloat16(self.device) else "bfloat16"
 
     def check(self) -> None:
         """Raise ValueError for anything that would only fail after minutes of work and needs no model to be seen."""

@@ -1,0 +1,97 @@
+"""The estimate of a run: near what training takes, for several families, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.meters import peak_bytes
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from aoquant import QATConfig, quantize_
+from aoquant.integrations import job
+from aoquant.integrations.finetune import finetune
+from aoquant.integrations.job import needs
+from aoquant.integrations.text import assets
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(params=["llama", "gemma3_text"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[request.param](**SIZES, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def options(folder: Path, **more: Any) -> job.Options:
+    sizes: Any = {"steps": 1, "batch_size": 4, "block": 64, "dtype": "bfloat16", **more}
+    return job.Options(model=str(folder), device="cpu", wikitext="hub", **sizes)
+
+
+def test_near_what_training_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QAT beside its teacher: all that is made while it trains, with the optimizer."""
+    monkeypatch.setattr(needs, "BLOCK_BYTES", 1 << 18)
+    found = needs.estimate(options(folder))
+    assert found is not None
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.arange(4 * 64).view(4, 64) % 512
+
+    def train() -> None:
+        student = copy.deepcopy(teacher)
+        quantize_(student, QATConfig("int8-weight"))
+        shared: Any = {"learning_rate": 1e-3, "loss": "kl", "teacher": teacher, "seed": 0, "label": "train"}
+        finetune(student, ids, steps=1, batch_size=4, **shared)
+
+    weights = found.parts["float model"]
+    assert weights == sum(p.nbytes for p in teacher.parameters())
+    assert 0.6 < (found.needed - weights) / peak_bytes(train) < 1.5
+
+
+def test_activations_follow_the_micro_batch(folder: Path) -> None:
+    whole, half = (needs.trace(str(folder), torch.bfloat16, "cpu", block) for block in (64, 32))
+    assert whole is not None and half is not None
+    assert whole.operations == pytest.approx(half.operations, rel=0.1)
+    assert 1.9 < whole.saved / half.saved < 2.5
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "test.jsonl").write_text('{"page": "a page"}')
+    monkeypatch.setattr(needs, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(job, "load_float", lambda *_: pytest.fail("loaded"))
+    o = options(folder, out=tmp_path / "out", train_text=[tmp_path / "text.txt"])
+    o.wikitext = str(tmp_path)
+    with pytest.raises(ValueError, match="--micro-batch"):
+        job.run(o)
+    assert not (tmp_path / "out" / "stages").exists()
+
+
+def test_a_large_batch_or_window_is_what_does_not_fit() -> None:
+    few, many = (needs.estimate(job.Options(device="cpu", batch_size=n, limit=1)) for n in (1, 1024))
+    assert few is not None and many is not None
+    assert many.stage == "training" and many.parts["activations"] > 500 * few.parts.get("activations", 1)
+    assert many.seconds > few.seconds > 0
+    micro = needs.estimate(job.Options(device="cpu", batch_size=1024, micro_batch=1, limit=1))
+    assert micro is not None and micro.needed < many.needed / 10
+    assert needs.trace(str(assets() / "nothing"), torch.bfloat16, "cpu", 8) is None
+
+
+def test_memory_that_is_free_is_a_part_of_the_machine() -> None:
+    assert 0 < needs.free_memory("cpu") < 1 << 50
