@@ -232,7 +232,7 @@ class Format:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The smallest and the largest code, of a format that is learnable."""
+        """The smallest and the largest code, of a format of integers."""
         raise NotImplementedError
 
     @property

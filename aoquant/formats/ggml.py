@@ -46,6 +46,10 @@ class Ggml(Format):
     def standard(self) -> str:
         return self.kind.removesuffix("-x86")
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        return (-127, 127) if self.bits == 8 else (0, 15)
+
     block = 32  # no property: every pass over blocks asks
 
     def measure(self, x_RK: Tensor) -> Scales:
@@ -71,8 +75,7 @@ class Ggml(Format):
         else:
             inverse = torch.where(d_RG1 == 0, 0.0, d_RG1.reciprocal())
             q = self._round(x_RGB, inverse, s.zero)
-        low, high = (-127, 127) if self.bits == 8 else (0, 15)
-        q = q.clamp_(low, high).nan_to_num_(0.0).flatten(1)
+        q = q.clamp_(*self.limits).nan_to_num_(0.0).flatten(1)
         codes = q.to(torch.int8) if self.bits == 8 else layout.pack(q.to(torch.uint8), 4)
         return Encoded(codes, _half(s.scale), None if s.zero is None else _half(s.zero), None, x_RK.shape[1])
 

@@ -1,0 +1,91 @@
+"""Columns under given scales: round single columns of a matrix whose scales are fixed already.
+
+`Format.quantize` takes whole blocks, because it also makes or stores their scales. Methods that compensate errors
+(GPTQ) round one column, move its error to the columns that are left, and go on. By then the scales are fixed, and a
+code is a choice among the few values that it can stand for. `Levels` lists these values by decoding them, for every
+format in the same way. So a rounded column holds exactly the numbers that `decode` gives of the stored codes, and the
+choice is the nearest deployed number: GridFlip's shifted grids, int4's fused rounding and e4m3's NaN need no code here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .base import Encoded, Format
+
+
+@dataclass
+class Levels:
+    """The values of all codes under the scales of an encoded matrix (R, K), L of them in each of G blocks.
+
+    values_GRL: float32, ascending; Inf behind the last one. codes_GRL: the code of each, uint8. Values that several
+    codes stand for have the lowest of these codes.
+    """
+
+    values_GRL: Tensor
+    codes_GRL: Tensor
+    block: int
+    middles_GRL: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        below, above = self.values_GRL[..., :-1], self.values_GRL[..., 1:]
+        self.middles_GRL = torch.where(above.isinf(), torch.inf, below / 2 + above / 2)
+
+    @classmethod
+    def of(cls, format: Format, e: Encoded, dtype: torch.dtype) -> Levels:
+        """Levels of e's blocks, as `format.decode(e, dtype)` gives them."""
+        block, rows = format.block or e.k, len(e.codes)
+        every = _every_code(format, e)
+        calls = -(-len(every) // block)  # a block of 32 values shows 32 codes at once
+        shown = every[torch.arange(calls * block, device=every.device) % len(every)].view(calls, block)
+        values = []
+        for codes_B in shown:
+            codes = layout.pack(codes_B.repeat(e.k // block).expand(rows, -1).contiguous(), format.bits)
+            made = format.decode(e._replace(codes=codes.view(e.codes.dtype)), dtype).float()
+            values.append(made.view(rows, -1, block).transpose(0, 1))
+        v_GRL = torch.cat(values, -1)[..., : len(every)]
+        v_GRL, order = torch.where(v_GRL.isfinite(), v_GRL, torch.inf).sort(stable=True, dim=-1)
+        again = torch.nn.functional.pad(v_GRL[..., 1:] == v_GRL[..., :-1], (1, 0))
+        v_GRL, moved = v_GRL.masked_fill(again, torch.inf).sort(stable=True, dim=-1)
+        return cls(v_GRL.contiguous(), every[order.gather(-1, moved)], block)
+
+    def nearest(self, w_R: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """(values, codes) of one column of float32 values, (R,) each; of two values as near, the smaller one."""
+        group = column // self.block
+        index = torch.searchsorted(self.middles_GRL[group], w_R.unsqueeze(-1))
+        value = self.values_GRL[group].gather(-1, index)
+        return value.squeeze(-1), self.codes_GRL[group].gather(-1, index).squeeze(-1)
+
+    def nearest_to(self, w_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """(values, codes) of all columns of a float32 matrix, (R, K) each."""
+        columns = [self.nearest(w_R, j) for j, w_R in enumerate(w_RK.t().contiguous())]
+        values, codes = zip(*columns, strict=True)
+        return torch.stack(values, 1), torch.stack(codes, 1)
+
+
+def packed(format: Format, e: Encoded, codes_RK: Tensor) -> Encoded:
+    """e with other codes, one uint8 for each value, as `Levels` gives them."""
+    return e._replace(codes=layout.pack(codes_RK.contiguous(), format.bits).view(e.codes.dtype))
+
+
+def rows(e: Encoded, first: int, last: int, tile_rows: int = 1) -> Encoded:
+    """Rows `first` to `last` of e; both are multiples of `tile_rows`, or the end."""
+
+    def cut(t: Tensor | None) -> Tensor | None:
+        if t is None or t.shape[0] == 1:
+            return t
+        return t[first:last] if t.shape[0] == len(e.codes) else t[first // tile_rows : -(-last // tile_rows)]
+
+    return Encoded(e.codes[first:last], cut(e.scale), cut(e.zero), cut(e.outer), e.k)
+
+
+def _every_code(format: Format, e: Encoded) -> Tensor:
+    """All codes that `quantize` can write, as bytes (uint8) before they are packed."""
+    if e.codes.dtype == torch.int8:
+        low, high = format.limits
+        return torch.arange(low, high + 1, dtype=torch.int8, device=e.codes.device).view(torch.uint8)
+    return torch.arange(1 << format.bits, dtype=torch.int16, device=e.codes.device).to(torch.uint8)
