@@ -38,6 +38,9 @@ from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend
 from aoquant.optimizer_groups import parameter_groups
 from aoquant.planning.coverage import Coverage, coverage
+from aoquant.ptq.calibrate_config import CalibrateConfig
+from aoquant.ptq.ptq_report import PTQReport
+from aoquant.ptq.sequential import calibrate_ptq
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, get_recipe, list_recipes
 from aoquant.refresh import refresh_
@@ -58,6 +61,7 @@ __version__ = "0.1.0"
 __all__ = [
     "WUSH",
     "AoquantWarning",
+    "CalibrateConfig",
     "Cast",
     "Coverage",
     "FP8WeightConfig",
@@ -72,6 +76,7 @@ __all__ = [
     "MXFP8WeightConfig",
     "Masters",
     "NVFP4WeightConfig",
+    "PTQReport",
     "Packed4WeightConfig",
     "PackedTensor",
     "PackedWeightConfig",
@@ -81,6 +86,7 @@ __all__ = [
     "RouterDrift",
     "backend",
     "calibrate",
+    "calibrate_ptq",
     "coverage",
     "explain",
     "export",

@@ -68,16 +68,16 @@ def track(items: Iterable[T], label: str, unit: str = "layer") -> Iterator[T]:
 
 
 @contextmanager
-def bar(total: int, label: str) -> Iterator[Callable[[int, str], None]]:
-    """A bar over `total` bytes with rate and remaining time; gives the function to call with bytes done and what they
-    were.
+def bar(total: int, label: str, unit: str = "B") -> Iterator[Callable[[int, str], None]]:
+    """A bar over `total` bytes, or other units, with rate and remaining time; gives the function to call with units
+    done and what they were.
     """
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda done, what: None
         return
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None, leave=False) as shown:
+    with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", disable=None, leave=False) as shown:
 
         def advance(done: int, what: str) -> None:
             shown.set_postfix_str(what, refresh=False)

@@ -156,8 +156,14 @@ def convert(
     device: str = "cpu",
     dtype: str = "auto",
     verify: int = 4,
+    ptq: Literal["nearest", "gptq"] = "nearest",
+    calibrate: Path | None = None,
+    samples: int = 128,
+    length: int = 2048,
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
+
+    With --ptq gptq the model is loaded whole, and codes are chosen on a file of text.
 
     The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
     aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
@@ -176,10 +182,31 @@ def convert(
         device: where layers are quantised.
         dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
         verify: how many layers to read back and compare, bit for bit.
+        ptq: nearest rounds each weight; gptq chooses codes on calibration text.
+        calibrate: a file of text (.txt, .jsonl, .xz) for gptq.
+        samples: sequences of text that gptq sees.
+        length: tokens of each, at most the model's positions.
     """
     from aoquant.recipes import mixed
 
     config = mixed(recipe, layers, skip)  # a wrong name is an error before transformers is imported
+    if (ptq == "nearest") != (calibrate is None):
+        raise ValueError(f"--calibrate FILE belongs to --ptq gptq, and gptq needs it, got {ptq} and {calibrate}")
+    if calibrate is not None:
+        from aoquant.integrations.calibrated import convert_calibrated
+        from aoquant.ptq.calibrate_config import CalibrateConfig
+
+        asked = CalibrateConfig(config, method=ptq)
+        how: dict[str, Any] = {
+            "samples": samples,
+            "length": length,
+            "device": device,
+            "dtype": dtype,
+            "max_shard_size": max_shard_size,
+        }
+        print(convert_calibrated(model, asked, out, calibrate, skip_incompatible=skip_incompatible, **how))
+        print(f"written: {out}. For an engine: aoquant export {out} --format FORMAT --out FOLDER")
+        return
     from aoquant.integrations.stream import convert_checkpoint
 
     print(

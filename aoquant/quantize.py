@@ -380,7 +380,9 @@ def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -
     if scales is not None:
         where = weight.device if operand.portable else trained.device
         scales = Scales(*(t if t is None else t.to(where) for t in scales))
-    if not operand.portable:  # another device would make other codes than the layer trained with
+    if change.codes is not None:
+        encoded = change.codes[0]
+    elif not operand.portable:  # another device would make other codes than the layer trained with
         made = operand.encode(trained, scales)
         codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made.tensors)
         assert codes is not None

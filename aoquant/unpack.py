@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from aoquant.formats import Encoded, Scales
 from aoquant.linear import held, replaced
 from aoquant.linear.kinds import kind_of
 from aoquant.linear.prepared import Prepared
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.plan import prepare_target
 from aoquant.planning.restore import restoring
@@ -88,7 +89,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             module.weight = floats[id(weight)]
         if configs:
             quantize_(model, FqnToConfig(configs))
-        problems = [name for name in layers if not _restored(model.get_submodule(name), packed[name])]
+        problems = [name for name in layers if not with_codes(model.get_submodule(name), packed[name])]
         problems += [stack.fqn for stack in stacks if not _prepared(stack, options)]
         if problems:
             formats = {name: w.format for name, w in packed.items()} | {s.fqn: s.packed.format for s in stacks}
@@ -128,23 +129,27 @@ def _chosen(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_held(name: str, p: PackedTensor) -> None:
-    """Raise for a format under whose packed scales nothing can be encoded.
+    """Raise ValueError, naming the layer, for a format under whose packed scales nothing can be encoded."""
+    if (reason := why_not_held(p.recipe)) is not None:
+        raise ValueError(f"{name}: {reason}")
 
-    Raises:
-        ValueError: naming the layer.
-    """
-    if p.recipe.fitted:
-        raise ValueError(
-            f"{name}: its transform was fitted to float weights ({p.format}), and cannot be fitted to codes: train it from its float weights"
-        )
-    format, shape = p.recipe.fprop_weight.format, p.to("meta").encoded
+
+@cache
+def why_not_held(recipe: LinearRecipe) -> str | None:
+    """Return why no layer can hold packed scales and train on from codes; None when a layer can."""
+    name = recipe.fprop_weight.name
+    if recipe.fitted:
+        return f"its transform was fitted to float weights ({name}), and cannot be fitted to codes: train it from its float weights"
+    format = recipe.fprop_weight.format
+    like = torch.empty(2, format.period * 8, dtype=torch.float32, device="meta")
     try:
-        format.hold(torch.empty(p.shape, dtype=p.dtype, device="meta"), format.held(shape))
+        format.hold(like, format.held(format.encode(like)))
     except ValueError:
-        raise ValueError(
-            f"{name}: no layer can hold the scales of {p.format}, which makes codes and scales together, so its codes cannot be trained on: "
-            "train it from its float weights"
-        ) from None
+        return (
+            f"no layer can hold the scales of {name}, which makes codes and scales together, so its codes cannot be trained on: train it "
+            "from its float weights"
+        )
+    return None
 
 
 def _stacks(model: nn.Module) -> list[_Stack]:
@@ -196,8 +201,10 @@ def _same_anew(p: PackedTensor) -> bool:
     return _same(operand.encode(_values(p)), p.encoded)
 
 
-def _restored(layer: Any, p: PackedTensor) -> bool:
-    """Give a layer the packed scales, and weights that have the packed codes; whether they do."""
+def with_codes(layer: Any, p: PackedTensor) -> bool:
+    """Give a prepared layer the scales of a packed weight, and values that have its codes, in place; whether they
+    do.
+    """
     kind = kind_of(layer)
     assert kind is not None
     weight = kind.matrix(layer.weight.data)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Scales
+from aoquant.formats import Encoded, Scales
 from aoquant.linear.kinds import Kind
 from aoquant.targets import Target
 
@@ -36,6 +37,7 @@ class Change(Chosen):
     dtype: that forward sees the weight in, which is what is encoded.
     scales: that a layer quantised at once shares with its siblings; None where they are made from its weight, or held
         by it.
+    codes: made elsewhere, as calibrated PTQ makes them: of a layer, or of each expert; None where convert encodes.
     """
 
     step: str
@@ -43,6 +45,7 @@ class Change(Chosen):
     dtype: torch.dtype
     layer: Kind | None = None
     scales: Scales | None = None
+    codes: Sequence[Encoded] | None = None
 
     @property
     def kind(self) -> Kind:

@@ -154,7 +154,9 @@ def pack_expert(change: Change, w_NK: Tensor, device: torch.device | str | None,
     module, operand = change.module, change.target.recipe.fprop_weight
     w_NK = w_NK.to(device, change.dtype).contiguous()
     held = module.held_scales(change.parameter, expert) if isinstance(module, QATExperts) else None
-    if held is None:
+    if change.codes is not None:
+        encoded = change.codes[expert]
+    elif held is None:
         encoded = ops.codec.encode(operand, w_NK)
     else:
         encoded = operand.encode(w_NK, Scales(*(t if t is None else t.to(w_NK.device) for t in held)))

@@ -49,7 +49,7 @@ REASONS: dict[str, tuple[str, str]] = {
     # calibration
     "AWQConfig": (f"its scale per input channel {_CALIBRATED}", _AFTER.format("the base config of its own")),
     "SmoothQuantConfig": (f"its scale per input channel {_CALIBRATED}", _AFTER.format("its base_config")),
-    "GPTQConfig": (f"its rounding {_CALIBRATED}", _AFTER.format("its base_config")),
+    "GPTQConfig": (f"its rounding {_CALIBRATED}", "aoquant.calibrate_ptq(model, batches, config), or its base_config"),
     # training
     "BitNetTrainingConfig": (_TRAINING, "aoquant.IntxWeightConfig(2, activation='int8-row')"),
     "Int8WeightOnlyQuantizedTrainingConfig": (_TRAINING, "Int8WeightOnlyConfig"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from aoquant.integrations.job.models import (
     load_float,
     model_bytes,
     prepare,
+    prepare_calibrated,
     probe,
     why_not_run,
 )
@@ -114,7 +116,17 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         options: Any = {"wikitext": o.wikitext, "window": o.window, "limit": o.limit, "bos": o.bos}
         return evaluate(model, tokenizer, **options, shared=ranks.launched)
 
+    @functools.cache
+    def calibrated() -> PreTrainedModel:
+        model = copy.deepcopy(float_model)
+        texts = load_documents(o.calibrate) if o.calibrate else documents
+        chosen = token_blocks(texts, tokenizer, o.block, bos=o.bos, progress=ranks.first) if o.calibrate else blocks
+        prepare_calibrated(model, config, o, chosen, layout)
+        return model
+
     def prepared_copy() -> PreTrainedModel:
+        if o.ptq != "nearest":
+            return copy.deepcopy(calibrated())  # found once, although several stages start from it
         model = copy.deepcopy(float_model)
         prepare(model, config, blocks, o.batch_size, layout)
         return model

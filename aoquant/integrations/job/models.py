@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from aoquant import QATConfig, calibrate, quantize_
+from aoquant import CalibrateConfig, QATConfig, calibrate, calibrate_ptq, quantize_
 from aoquant.calibrate import uncalibrated
 from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.hf import load_pretrained
@@ -165,6 +165,14 @@ def _patterns(names: list[str], every: list[str]) -> list[str]:
         pattern = next((f"'re:.*{end}'" for end in ends if not any(other.endswith(end) for other in others)), name)
         found.append(pattern)
     return list(dict.fromkeys(found))
+
+
+def prepare_calibrated(model: nn.Module, config: Any, o: Options, blocks_BT: Tensor, documents: Documents) -> None:
+    """Prepare with the codes that GPTQ chooses on blocks of calibration text."""
+    device = next(model.parameters()).device
+    batches = [documents.inputs(ids.to(device)) for ids in blocks_BT[: o.samples].split(o.batch_size)]
+    report = calibrate_ptq(model, batches, CalibrateConfig(config, method=o.ptq), step="prepare")
+    print(report, file=sys.stderr)
 
 
 def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int, documents: Documents = ONE_TEXT) -> None:

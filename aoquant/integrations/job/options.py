@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from aoquant.integrations.finetune import LOSSES
 from aoquant.integrations.hf import check_storable
@@ -24,6 +24,7 @@ from aoquant.recipes import mixed
 from aoquant.targets import resolve
 from aoquant.tools.doctor import check_device, default_device, slow_in_bfloat16
 
+PTQ_METHODS = ("nearest", "gptq")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -60,6 +61,19 @@ class Layers:
     """Leave out layers that cannot take their recipe, and list them, instead of stopping."""
     strict: bool = False
     """Stop when a layer stays in high precision that --skip does not name; the output head and embeddings may stay."""
+
+
+@dataclass
+class Calibration:
+    """How codes are chosen before the fine-tune."""
+
+    ptq: Literal["nearest", "gptq"] = "nearest"
+    """nearest: round each weight. gptq: choose codes on calibration data; training goes on from them under their
+    scales."""
+    calibrate: Path | None = None
+    """A file of text (.txt, .jsonl, .xz) for gptq; the first one of --train-text by default."""
+    samples: int = 128
+    """Sequences of --block tokens that gptq sees."""
 
 
 @dataclass
@@ -112,11 +126,11 @@ class Output:
     others. A run that is done can be given it too."""
 
 
-GROUPS = (Model, Layers, Training, Evaluation, Output)
+GROUPS = (Model, Layers, Calibration, Training, Evaluation, Output)
 
 
 @dataclass
-class Options(Model, Layers, Training, Evaluation, Output):
+class Options(Model, Layers, Calibration, Training, Evaluation, Output):
     """All options of `aoquant run`."""
 
     def __post_init__(self) -> None:
@@ -138,6 +152,12 @@ class Options(Model, Layers, Training, Evaluation, Output):
             )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}")
+        if self.ptq not in PTQ_METHODS or self.samples < 1:
+            raise ValueError(
+                f"ptq is {' or '.join(PTQ_METHODS)} and samples positive, got {self.ptq!r}, {self.samples}"
+            )
+        if self.calibrate is not None and (self.ptq == "nearest" or not self.calibrate.is_file()):
+            raise ValueError(f"calibrate must be an existing file beside --ptq gptq, got {str(self.calibrate)!r}")
         if not 0 < self.learning_rate < math.inf:  # False for NaN too
             raise ValueError(f"learning_rate must be a finite number above 0, got {self.learning_rate}")
         find_pages(self.wikitext, None)

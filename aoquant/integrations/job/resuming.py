@@ -141,6 +141,7 @@ def _command(o: Options) -> dict[str, Any]:
     here = environment(o.device)
     here.pop("threads", None)  # the last bits of a sum, and not worth a fine-tune
     inputs = [*([Path(o.model)] if o.model else []), *o.train_text, *([Path(o.wikitext)] if o.wikitext else [])]
+    inputs += [o.calibrate] if o.calibrate else []
     files = [f for p in inputs for f in (sorted(p.iterdir()) if p.is_dir() else [p]) if f.is_file()]
     stamps = {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     return {**options, **here, "aoquant": aoquant.__version__, "input files": stamps}

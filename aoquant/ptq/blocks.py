@@ -1,0 +1,242 @@
+"""Blocks of a model, one after another, each with the inputs that it has behind the quantised blocks before it.
+
+A block is the outermost child of a list of modules that holds chosen layers: a decoder layer. Layers outside of lists
+are blocks of their own. Where a block's input is the output of the block before it, which the first batches show, its
+inputs follow by running that block alone. Other blocks' inputs are captured by running the model up to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from aoquant.report.measure import run
+
+
+class _Enough(Exception):
+    """A forward has shown what it was run for."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a module in one forward of the model. mask: bool, the tokens that are no padding; or None."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mask: Tensor | None
+
+    def run(self, module: nn.Module) -> Any:
+        return module(*self.args, **self.kwargs)
+
+    @property
+    def input(self) -> Any:
+        """The first tensor that the module is given."""
+        return next((a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)), None)
+
+    def behind(self, output: Any) -> Call:
+        """The same call with the output of the block before as its input."""
+        y = output if isinstance(output, Tensor) else output[0]
+        if self.args:
+            return replace(self, args=(y, *self.args[1:]))
+        name = next(n for n, a in self.kwargs.items() if isinstance(a, Tensor))
+        return replace(self, kwargs=self.kwargs | {name: y})
+
+
+@dataclass
+class Block:
+    """A block and its chosen layers by name.
+
+    chained: its input is the output of the block before it. once: it runs once in each forward of the model.
+    """
+
+    fqn: str
+    module: nn.Module
+    layers: dict[str, Any]
+    chained: bool = False
+    once: bool = False
+
+
+@dataclass
+class Visit:
+    """A block whose turn it is. calls: in the quantised model. twin, float_calls: the float block and its calls in the
+    float model, for the asymmetric target.
+    """
+
+    block: Block
+    calls: list[Call]
+    twin: nn.Module | None = None
+    float_calls: list[Call] = field(default_factory=list)
+
+
+def find(layers: Mapping[str, nn.Module], model: nn.Module) -> list[Block]:
+    """The blocks that hold `layers`, in the order of their names."""
+    found: dict[str, Block] = {}
+    for fqn, layer in layers.items():
+        parts = fqn.split(".")
+        paths = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+        home = next((p for p in paths if _is_list(model.get_submodule(p.rpartition(".")[0]))), fqn)
+        found.setdefault(home, Block(home, model.get_submodule(home), {})).layers[fqn] = layer
+    return list(found.values())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -> list[Block]:
+    """The blocks in the order in which batches reach them, without those that no batch reaches."""
+    counts: dict[str, int] = {}
+    order: list[Block] = []
+    last: list[Any] = [None]  # the output of the block that ran last
+
+    def before(block: Block) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            own = Call(args, kwargs, None).input
+            if block.fqn not in counts:
+                block.chained = own is not None and last[0] is own
+                order.append(block)
+            counts[block.fqn] = counts.get(block.fqn, 0) + 1
+
+        return hook
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        last[0] = output[0] if isinstance(output, tuple | list) and output else output
+
+    handles = [b.module.register_forward_hook(after) for b in blocks]
+    seen = 0
+    try:
+        with _hooked((b.module, before(b)) for b in blocks):
+            for seen, batch in enumerate(batches, 1):  # noqa: B007
+                run(model, batch)
+                if len(order) == len(blocks):
+                    break
+    finally:
+        for handle in handles:
+            handle.remove()
+    for block in order:
+        block.once = counts[block.fqn] == seen
+    for previous, block in zip([None, *order[:-1]], order, strict=True):
+        block.chained &= previous is not None and previous.once and block.once
+    return order
+
+
+def walk(model: nn.Module, blocks: list[Block], batches: Sequence[Any], *, twins: bool) -> Iterator[Visit]:
+    """Visit each block; what the caller does to it is seen by the blocks that follow. twins: run the float model
+    beside it.
+    """
+    starts = [i for i, b in enumerate(blocks) if not b.chained]
+    chains = [blocks[i:j] for i, j in zip(starts, [*starts[1:], len(blocks)], strict=True)]
+    floats = [_captured(model, chain, batches) for chain in chains] if twins else []
+    for number, chain in enumerate(chains):
+        captured = floats[0] if floats and number == 0 else _captured(model, chain, batches)
+        calls, float_calls = captured[chain[0].fqn], floats[number][chain[0].fqn] if twins else []
+        for block, following in zip(chain, [*chain[1:], None], strict=True):
+            twin = copy.deepcopy(block.module) if twins else None
+            yield Visit(block, calls, twin, float_calls)
+            if following is not None:
+                after = captured[following.fqn]
+                pairs = zip(calls, after, strict=True)
+                calls = [then.behind(now.run(block.module)) for now, then in pairs]
+                if twin is not None:
+                    pairs = zip(float_calls, floats[number][following.fqn], strict=True)
+                    float_calls = [then.behind(now.run(twin)) for now, then in pairs]
+
+
+def _captured(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) -> dict[str, list[Call]]:
+    """The calls of each block of a chain, of which the first one alone keeps its input."""
+    found: dict[str, list[Call]] = {b.fqn: [] for b in chain}
+
+    def watch(block: Block, mask: Tensor | None) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = Call(args, kwargs, mask)
+            found[block.fqn].append(call if block is chain[0] else call.behind(call.input.new_empty(0)))
+            if block is chain[-1] and block.once:
+                raise _Enough
+
+        return hook
+
+    for batch in batches:
+        with _hooked((b.module, watch(b, _mask(batch))) for b in chain), suppress(_Enough):
+            run(model, batch)
+    return found
+
+
+def groups(visit: Visit) -> list[list[str]]:
+    """Layers of a block that are given the same tensor, such as q, k and v, in the order in which they run; without
+    those that no call reaches.
+    """
+    found: list[tuple[Tensor, list[str]]] = []
+
+    def watch(fqn: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = Call(args, kwargs, None).input
+            if not any(fqn in names for _, names in found):
+                home = next((names for given, names in found if given is x), None)
+                if home is None:
+                    found.append((x, [fqn]))
+                else:
+                    home.append(fqn)
+
+        return hook
+
+    with _hooked((layer, watch(fqn)) for fqn, layer in visit.block.layers.items()):
+        for call in visit.calls:
+            call.run(visit.block.module)
+            if sum(len(names) for _, names in found) == len(visit.block.layers):
+                break
+            found = [(x.new_empty(0), names) for x, names in found]  # the next call's tensors are others
+    return [names for _, names in found]
+
+
+def inputs(block: nn.Module, layer: nn.Module, calls: Iterable[Call]) -> Iterator[tuple[Tensor, Tensor | None] | None]:
+    """What a layer is given in each call of its block, and the mask of tokens; None where the call does not reach it.
+
+    The forward ends there.
+    """
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(Call(args, kwargs, None).input)
+        raise _Enough
+
+    for call in calls:
+        seen.clear()
+        with _hooked([(layer, hook)]), suppress(_Enough):
+            call.run(block)
+        yield (seen[0], call.mask) if seen else None
+
+
+@contextmanager
+def _hooked(hooks: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Forward pre-hooks with keyword arguments, inside."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Let transformers' models keep no keys and values, which a block that runs twice would add twice."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
+
+
+def _mask(batch: Any) -> Tensor | None:
+    """(B, T) bool, which tokens of a batch are no padding; None where it does not say."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

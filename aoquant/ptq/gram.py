@@ -1,0 +1,75 @@
+"""Gram matrices of what layers multiply their weights by.
+
+A layer multiplies its weight by its input after the transform and, where activations are quantised, after rounding. So
+the Gram matrix is that of the deployed input. On a GPU its operands are rounded to bfloat16 and summed in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aoquant.linear.checks import cast, check_width
+from aoquant.linear.prepared import QATLinear
+
+
+class Gram:
+    """H = sum x^T x / rows (K, K) float32 and, for the asymmetric target, C = sum x'^T x / rows."""
+
+    def __init__(self, k: int, device: torch.device, *, cross: bool) -> None:
+        self.total_KK = torch.zeros(k, k, dtype=torch.float32, device=device)
+        self.cross_KK = torch.zeros_like(self.total_KK) if cross else None
+        self.rows = 0
+
+    def add(self, x_MK: Tensor, float_MK: Tensor | None) -> None:
+        """Add rows of the quantised model and the same rows of the float model."""
+        _add_product(self.total_KK, x_MK, x_MK)
+        if self.cross_KK is not None:
+            assert float_MK is not None
+            _add_product(self.cross_KK, float_MK, x_MK)
+        self.rows += len(x_MK)
+
+    def mean(self) -> tuple[Tensor, Tensor | None]:
+        """(H, C) of a row; or C None.
+
+        Raises:
+            ValueError: no row was seen, or one holds NaN or Inf.
+        """
+        if self.rows == 0:
+            raise ValueError("all tokens that reached it are padding: give batches whose attention_mask has ones")
+        h_KK, c_KK = self.total_KK / self.rows, None if self.cross_KK is None else self.cross_KK / self.rows
+        if not h_KK.isfinite().all():
+            raise ValueError(
+                "its input holds NaN or Inf: look for it in the batches or in the weights before the layer"
+            )
+        return h_KK, c_KK
+
+
+def _add_product(total_KK: Tensor, a_MK: Tensor, b_MK: Tensor) -> None:
+    if total_KK.is_cuda:
+        total_KK += torch.mm(a_MK.bfloat16().t(), b_MK.bfloat16(), out_dtype=torch.float32)
+    else:
+        total_KK.addmm_(a_MK.float().t(), b_MK.float())
+
+
+def deployed_input(layer: QATLinear, x: Tensor, mask: Tensor | None) -> Tensor:
+    """(rows, K): what the layer multiplies its weight by, of the tokens that are no padding."""
+    check_width(x, layer.matrix().shape[1])
+    x_MK = cast(x).reshape(-1, x.shape[-1])
+    operand = layer.prepared.recipe.fprop_input
+    if operand is not None:
+        held = layer.held_scales("input")
+        if operand.format.lossless:
+            x_MK = operand.transformed(x_MK, None if held is None else held.transform)
+        else:
+            x_MK = operand.decode(operand.encode(x_MK, held), torch.float32)
+    return x_MK if mask is None or mask.shape != x.shape[:-1] else x_MK[mask.flatten().to(x.device)]
+
+
+def float_input(layer: QATLinear, x: Tensor, mask: Tensor | None) -> Tensor:
+    """(rows, K): the same rows without rounding, behind the transform."""
+    x_MK = cast(x).reshape(-1, x.shape[-1])
+    operand, held = layer.prepared.recipe.fprop_input, layer.held_scales("input")
+    if operand is not None:
+        x_MK = operand.transformed(x_MK, None if held is None else held.transform)
+    return x_MK if mask is None or mask.shape != x.shape[:-1] else x_MK[mask.flatten().to(x.device)]

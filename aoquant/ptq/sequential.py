@@ -1,0 +1,277 @@
+"""`calibrate_ptq`: prepare a model, visit its blocks in order, and give each layer the codes that GPTQ chooses.
+
+The layers are prepared, so that recipes, scales, refusals and fitted transforms are those of QAT. They compute in high
+precision until their turn comes. Then a layer gets its codes, packed or as a prepared layer under held scales, and what
+follows sees its deployed output. Layers that share an input, such as q, k and v, share a Gram matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aoquant._messages import AoquantWarning, bar, check_model, listed
+from aoquant.calibrate import calibrate, uncalibrated
+from aoquant.config import QATConfig, by_layer, named
+from aoquant.formats import Encoded
+from aoquant.linear import direct_reads, fast_path, held, replaced
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.tensor import PackedTensor
+from aoquant.planning.choose import Filter, choose
+from aoquant.planning.fused import share_outer_scales
+from aoquant.planning.plan import plan, plan_layer, prepare_target
+from aoquant.planning.restore import restoring
+from aoquant.planning.tied import identity
+from aoquant.ptq import blocks, gptq
+from aoquant.ptq.calibrate_config import CalibrateConfig
+from aoquant.ptq.gram import Gram, deployed_input, float_input
+from aoquant.ptq.ptq_report import PTQReport, PTQRow
+from aoquant.quantize import apply
+from aoquant.report.measure import undisturbed
+from aoquant.unpack import why_not_held, with_codes
+
+NOT_REACHED = "no batch reaches it: give batches that use every layer, or leave the layer out"
+
+
+@torch.no_grad()
+def calibrate_ptq(
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: Any,
+    *,
+    step: str | None = None,
+    filter_fn: Filter | None = None,
+    skip_incompatible: bool = False,
+) -> PTQReport:
+    """Quantise the linear layers of `model` in place, with codes that are chosen on calibration data.
+
+    batches: each a tensor, positional arguments (tuple, list) or keyword arguments (dict). Tokens whose attention_mask
+        is 0 do not count.
+    config: a `CalibrateConfig`, or torchao's GPTQConfig. Where step is "prepare", its recipe may be a QATConfig.
+    step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on from these
+        codes under held scales, as `unpack_` does; convert without training gives the codes back.
+    filter_fn, skip_incompatible: as `quantize_` has them.
+
+    Raises:
+        ValueError: naming each layer that cannot take its config, that no batch reaches, whose input holds NaN or Inf
+            or is padding alone, whose scales cannot be held where step is "prepare", or whose weight is tied or
+            sharded; or there are no batches. The model is unchanged then.
+
+    Example:
+
+            aoquant.calibrate_ptq(model, batches, CalibrateConfig("int4-g128"))
+    """
+    check_model(model)
+    if step not in (None, "prepare"):
+        raise ValueError(f"calibrate_ptq: step is None or 'prepare', got {step!r}")
+    given, asked = _listed(batches), CalibrateConfig.of(config)
+    try:
+        with restoring(list(model.modules())), undisturbed(model), blocks.without_cache(model):
+            layers = _prepared(model, asked.recipe, filter_fn, step, skip_incompatible)
+            if uncalibrated(model):
+                calibrate(model, given)
+            rows = _Run(model, layers, given, asked, step).rows()
+    except BaseException:
+        fast_path.sync(model)
+        raise
+    fast_path.sync(model)
+    if step == "prepare":
+        replaced.record(model)
+        direct_reads.watch(model, list(layers.values()))
+    return PTQReport(rows)
+
+
+def _listed(batches: Any) -> list[Any]:
+    """The batches as a list.
+
+    Raises:
+        ValueError: there are none, or one batch was given in their place.
+    """
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise ValueError(f"calibrate_ptq: batches is a list of batches, got {type(batches).__name__}: give [batch]")
+    given = list(batches)
+    if not given:
+        raise ValueError("calibrate_ptq: there are no batches: give some, such as 128 sequences of 2048 tokens")
+    return given
+
+
+def _prepared(
+    model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool
+) -> dict[str, Any]:
+    """Prepare the chosen layers; the linear ones by name, switched to high precision.
+
+    Raises:
+        ValueError: naming each layer that cannot be prepared.
+    """
+    configs, problems, weights = {}, [], dict[Any, str]()
+    for chosen in choose(model, named(recipe), filter_fn).layers:
+        fqn = chosen.fqn.partition(", ")[0]
+        is_qat = isinstance(chosen.config, QATConfig)
+        if is_qat and (step is None or chosen.config.step != "prepare"):
+            raise ValueError(
+                f"{fqn}: give calibrate_ptq a PTQ config, or with step='prepare' a QATConfig that prepares"
+            )
+        if isinstance(chosen.weight, DTensor):
+            problems.append(f"{fqn}: its weight is sharded (DTensor): calibrate the whole model, and shard it then")
+        elif chosen.weight.is_meta:
+            problems.append(f"{fqn}: its weight is on the meta device and has no values: load it first")
+        elif (other := weights.setdefault(identity(chosen.weight), fqn)) != fqn:
+            problems.append(f"{fqn}: its weight is tied to that of {other}: leave both out, or untie them")
+        gemm = not isinstance(chosen.module, nn.Embedding)
+        of_one = chosen.config if is_qat else QATConfig(chosen.config, step="prepare")
+        why = why_not_held(prepare_target(of_one).recipe) if gemm else None
+        if step == "prepare" and why is not None:
+            problems.append(f"{fqn}: {why}")
+        holds = gemm and why is None and of_one.scales == "dynamic"
+        configs[fqn] = dataclasses.replace(of_one, scales="static") if holds else of_one
+    if problems:
+        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{listed(problems)}")
+    planned = plan(model, by_layer(configs), None, skip_incompatible=skip_incompatible)
+    if planned.skipped:
+        warnings.warn(
+            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:{listed(planned.skipped.values())}",
+            AoquantWarning,
+            stacklevel=3,
+        )
+    for change in planned.layers:
+        layer = apply(change)
+        if not isinstance(layer, QATLinear) and step is None:
+            apply(plan_layer(layer, QATConfig(step="convert"), change.fqn))  # type: ignore[arg-type]
+    share_outer_scales(model)
+    found = {c.fqn.partition(", ")[0]: c.module for c in planned.layers if isinstance(c.module, QATLinear)}
+    for layer in found.values():
+        layer.fake_quant = False
+    return found
+
+
+class _Run:
+    """One calibration: what it needs, and the rows that it made so far."""
+
+    def __init__(
+        self, model: nn.Module, layers: dict[str, Any], batches: list[Any], config: CalibrateConfig, step: str | None
+    ) -> None:
+        self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
+        self.done: dict[str, PTQRow] = {}
+
+    def rows(self) -> list[PTQRow]:
+        """Calibrate every block."""
+        found = blocks.ordered(self.model, blocks.find(self.layers, self.model), self.batches)
+        reached = {fqn for block in found for fqn in block.layers}
+        _refuse({fqn: NOT_REACHED for fqn in self.layers if fqn not in reached})
+        with bar(len(found), "gptq", "block") as advance:
+            for visit in blocks.walk(self.model, found, self.batches, twins=self.config.asymmetric):
+                rows = self._visit(visit)
+                worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
+                advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
+        return list(self.done.values())
+
+    def _visit(self, visit: blocks.Visit) -> list[PTQRow]:
+        """Calibrate one block, group by group."""
+        groups = blocks.groups(visit)
+        reached = {fqn for group in groups for fqn in group}
+        _refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
+        for group in groups:
+            for members in _alike({fqn: self.layers[fqn] for fqn in group}):
+                self._group(visit, members)
+        return [self.done[fqn] for fqn in visit.block.layers]
+
+    def _group(self, visit: blocks.Visit, members: Sequence[str]) -> None:
+        """Calibrate layers that multiply the same input."""
+        first: QATLinear = self.layers[members[0]]
+        operand = first.prepared.recipe.fprop_weight
+        if operand.format.lossless or first.prepared.recipe.history:
+            for fqn in members:
+                self._place(fqn, None)
+                self.done[fqn] = PTQRow(fqn, operand.name, 0, 0.0, 0.0, 0.0, "its weight is not rounded to codes here")
+            return
+        gram = self._gram(visit, members[0], first)
+        try:
+            h_KK, c_KK = gram.mean()
+            factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
+        except ValueError as error:
+            raise ValueError(f"{members[0]}: {error}. The model is unchanged") from None
+        notes = []
+        if factor.damping > self.config.damping:
+            notes.append(f"needed damping {factor.damping:g}")
+        if gram.rows < len(h_KK):
+            notes.append(f"saw {gram.rows} tokens for K = {len(h_KK)}")
+            warnings.warn(
+                f"{members[0]}: {gram.rows} tokens for K = {len(h_KK)} inputs choose its codes: give at least K tokens, better 16 K",
+                AoquantWarning,
+                stacklevel=6,
+            )
+        for fqn in members:
+            layer = self.layers[fqn]
+            scales, dtype = layer.held_scales("weight"), layer.weight.dtype
+            matrix = None if scales is None else scales.transform
+            w_NK = operand.transformed(layer.matrix().detach(), matrix).float()
+            target = w_NK if c_KK is None else gptq.towards_float(w_NK, h_KK, c_KK, factor.damping)
+            values_in = dtype if operand.transform is None else torch.float32
+            e = layer.encode_weight()
+            chosen = gptq.choose_codes(w_NK, target, e, operand.format, values_in, h_KK, factor)
+            self._place(fqn, chosen.encoded)
+            row = PTQRow(fqn, operand.name, gram.rows, chosen.error, chosen.nearest, factor.damping, "; ".join(notes))
+            self.done[fqn] = row
+
+    def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> Gram:
+        """The Gram matrices of a layer's input."""
+        gram = Gram(layer.matrix().shape[1], layer.weight.device, cross=visit.twin is not None)
+        seen = blocks.inputs(visit.block.module, layer, visit.calls)
+        floats: Iterable[Any] = [None] * len(visit.calls)
+        if visit.twin is not None:
+            inside = fqn[len(visit.block.fqn) :].lstrip(".")
+            floats = blocks.inputs(visit.twin, visit.twin.get_submodule(inside), visit.float_calls)
+        for found, float_found in zip(seen, floats, strict=True):
+            if found is not None:
+                x, mask = found
+                gram.add(deployed_input(layer, x, mask), float_found and float_input(layer, *float_found))
+        return gram
+
+    def _place(self, fqn: str, encoded: Encoded | None) -> None:
+        """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
+        layer = self.layers[fqn]
+        if self.step is None:
+            change = plan_layer(layer, QATConfig(step="convert"), fqn)
+            assert change is not None
+            apply(change if encoded is None else dataclasses.replace(change, codes=[encoded]))
+            return
+        layer.fake_quant = True
+        if encoded is None:
+            return
+        scales = layer.held_scales("input")
+        packed = PackedTensor.from_encoded(encoded, layer.prepared.recipe.deployed, layer.weight.dtype)
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+        if not with_codes(layer, packed):
+            raise ValueError(
+                f"{fqn}: {operand_name(layer)}: no {str(layer.weight.dtype).removeprefix('torch.')} weight gives these codes: calibrate "
+                "the model in float32. The model is unchanged"
+            )
+        assert scales is None or held.present(layer)
+
+
+def operand_name(layer: QATLinear) -> str:
+    """The name of a layer's weight format."""
+    return layer.prepared.recipe.fprop_weight.name
+
+
+def _alike(layers: dict[str, QATLinear]) -> list[list[str]]:
+    """Names of layers that multiply their weights by the same numbers, and are rounded alike."""
+    found: dict[Any, list[str]] = {}
+    for fqn, layer in layers.items():
+        recipe = layer.prepared.recipe
+        own: Any = fqn if recipe.fitted or recipe.input_scales != "dynamic" else None
+        found.setdefault((recipe.fprop_input, recipe.fprop_weight.name, own), []).append(fqn)
+    return list(found.values())
+
+
+def _refuse(problems: dict[str, str]) -> None:
+    """Raise ValueError with the problem of each layer that has one."""
+    if problems:
+        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
+        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{shown}")

@@ -1,0 +1,102 @@
+"""What calibrated PTQ is worth: KL to the float model, of rounding to the nearest, of GPTQ and its asymmetric target.
+
+    python benchmarks/calibrated_ptq.py --calibrate train.jsonl --score test.jsonl [--formats int4-g128 nvfp4 ...]
+
+A format is a weight format, "W" or "W/A" with a format of activations. Each is calibrated on `--samples` blocks of
+`--length` tokens of one file, and scored on `--score-samples` blocks of the other: KL in thousandths of a nat a token,
+its ratio to rounding's, and perplexity. The model is eval/assets, or a folder. A line a row of JSON goes to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import aoquant
+from aoquant import CalibrateConfig, PackedWeightConfig, quantize_
+from aoquant.integrations.text import assets, load_documents, token_blocks
+
+FORMATS = ("int4-g128", "int4-g32", "nvfp4-row", "gridflip-search-row", "mxfp4")
+METHODS = ("nearest", "gptq", "asymmetric")
+
+
+class Scored:
+    """Log probabilities of the float model on blocks of tokens, which others are compared with."""
+
+    def __init__(self, model: Any, ids_BT: Tensor) -> None:
+        self.ids_BT, self.wanted = ids_BT, [self._log_probabilities(model, ids) for ids in ids_BT]
+
+    @torch.no_grad()
+    def _log_probabilities(self, model: Any, ids_T: Tensor) -> Tensor:
+        return torch.log_softmax(model(input_ids=ids_T[None]).logits[0, :-1].float(), -1)
+
+    def __call__(self, model: Any) -> tuple[float, float]:
+        """(KL in 1e-3 nats a token, perplexity)."""
+        kl = nll = 0.0
+        for wanted, ids in zip(self.wanted, self.ids_BT, strict=True):
+            got = self._log_probabilities(model, ids)
+            kl += float((wanted.exp() * (wanted - got)).sum())
+            nll -= float(got.gather(1, ids[1:, None]).sum())
+        tokens = self.ids_BT.numel() - len(self.ids_BT)
+        return 1000 * kl / tokens, math.exp(nll / tokens)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--calibrate", type=Path, required=True)
+    parser.add_argument("--score", type=Path, required=True)
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--score-samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    folder = options.model or assets()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def load() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype))
+        return model.to(options.device).eval()
+
+    def blocks(path: Path, count: int) -> Tensor:
+        return token_blocks(load_documents(path), tokenizer, options.length)[:count].to(options.device)
+
+    batches = [{"input_ids": ids} for ids in blocks(options.calibrate, options.samples).split(options.batch)]
+    scored = Scored(load(), blocks(options.score, options.score_samples))
+    print("| format | method | KL, 1e-3 nats | of nearest's | perplexity | seconds |\n|---|---|---|---|---|---|")
+    for name in options.formats:
+        weight, _, activation = name.partition("/")
+        config, base = PackedWeightConfig(weight, activation or None), math.nan
+        for method in options.methods:
+            model, start = load(), time.perf_counter()
+            if method == "nearest":
+                quantize_(model, config)
+            else:
+                asked = CalibrateConfig(config, asymmetric=method == "asymmetric")
+                aoquant.calibrate_ptq(model, batches, asked)
+            seconds = time.perf_counter() - start
+            kl, perplexity = scored(model)
+            base = kl if method == "nearest" else base
+            print(f"| {name} | {method} | {kl:.1f} | {kl / base:.2f} | {perplexity:.2f} | {seconds:.1f} |", flush=True)
+            if options.out is not None:
+                row = {"format": name, "method": method, "kl": kl, "perplexity": perplexity, "seconds": seconds}
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Calibrated PTQ: the deployed result, exact in every form, better than rounding to nearest; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models import SMALL, llama
+from torch import Tensor, nn
+from torchao.prototype.gptq import GPTQConfig
+
+import aoquant
+from aoquant import (
+    WUSH,
+    CalibrateConfig,
+    Hadamard,
+    Int4WeightConfig,
+    Int8WeightConfig,
+    MXFP4WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    PackedWeightConfig,
+    QATConfig,
+    calibrate_ptq,
+    quantize_,
+)
+from aoquant.linear.packed import PackedLinear
+from aoquant.linear.prepared import QATLinear
+from aoquant.linear.tensor import same_bits
+
+CONFIGS: dict[str, Any] = {
+    "int4": Int4WeightConfig(32),
+    "intx3": PackedWeightConfig("intx3-g32"),
+    "intx4-asym": PackedWeightConfig("intx4-g32-asym"),
+    "stretched": PackedWeightConfig("stretched2-g32"),
+    "int8-activations": PackedWeightConfig("intx4-g32", "int8-row"),
+    "fp8": PackedWeightConfig("fp8-128x128"),
+    "nvfp4-w4a4": NVFP4WeightConfig(),
+    "nvfp4-search": NVFP4WeightConfig(rule="search", activation=None),
+    "four-over-six": NVFP4WeightConfig(rule="four_over_six", tile=16),
+    "gridflip": PackedWeightConfig("gridflip-search-row"),
+    "gridflip-alternating": PackedWeightConfig("gridflip-alternating"),
+    "nvfp4-pow2": PackedWeightConfig("nvfp4-pow2"),
+    "mxfp4": MXFP4WeightConfig(activation=None),
+    "mxfp4-hadamard": MXFP4WeightConfig(transform=Hadamard(32)),
+    "q4_0": PackedWeightConfig("q4_0"),
+    "q4_1": PackedWeightConfig("q4_1"),
+}
+PACKED_ONLY: dict[str, Any] = {
+    "hqq": PackedWeightConfig("intx4-g32-hqq"),
+    "wush": NVFP4WeightConfig(transform=WUSH(16)),
+    "static": Int8WeightConfig(activation="int8-tensor-static"),
+}
+
+
+FAST = ("int4", "nvfp4-w4a4", "wush")
+EACH = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
+EACH_PACKED = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in (*CONFIGS, *PACKED_ONLY)]
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    return llama(dtype=dtype, attention_bias=False, num_hidden_layers=1)
+
+
+def batches(count: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, SMALL["vocab_size"], (4, 40), generator=generator) for _ in range(count)]
+
+
+def weights(module: nn.Module) -> dict[str, PackedTensor]:
+    return {n: m.weight for n, m in module.named_modules() if isinstance(m, PackedLinear)}
+
+
+@torch.no_grad()
+def outputs(module: Any) -> Tensor:
+    return module(batches()[0]).logits
+
+
+@pytest.mark.parametrize("name", EACH_PACKED)
+def test_it_packs_codes_that_lose_less(name: str) -> None:
+    """Every layer is packed as `quantize_` packs it, under the same scales, and errs less on what it was shown."""
+    got = model()
+    report = calibrate_ptq(got, batches(), CalibrateConfig((CONFIGS | PACKED_ONLY)[name], asymmetric=False))
+    assert len(report.rows) == len(weights(got)) == 7
+    errors, nearest = (sum(getattr(r, f) for r in report.rows) for f in ("error", "nearest"))
+    assert 0 < errors < (0.9 if name not in ("fp8", "static") else 1.0) * nearest
+    assert all(r.tokens == 320 for r in report.rows)
+    assert str(report).count("|") > 20
+    if name not in PACKED_ONLY:
+        rounded = model()
+        quantize_(rounded, CONFIGS[name])
+        for fqn, packed in weights(rounded).items():
+            mine = weights(got)[fqn]
+            assert mine.format == packed.format and not same_bits(mine, packed)
+            for part in ("scale", "zero_point", "per_tensor_scale"):
+                a, b = getattr(mine, part), getattr(packed, part)
+                assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_prepared_layers_have_the_same_codes_and_convert_gives_them_back(name: str) -> None:
+    """Prepared == packed == converted, after an optimizer step of zero, too."""
+    packed, prepared = model(), model()
+    calibrate_ptq(packed, batches(), CalibrateConfig(CONFIGS[name]))
+    calibrate_ptq(prepared, batches(), CalibrateConfig(CONFIGS[name]), step="prepare")
+    wanted = outputs(packed)
+    assert sum(isinstance(m, QATLinear) and m.fake_quant for m in prepared.modules()) == 7
+    assert torch.equal(outputs(prepared), wanted)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.0)
+    prepared(batches()[0]).logits.float().square().mean().backward()
+    optimizer.step()
+    quantize_(prepared, QATConfig(step="convert"))
+    assert torch.equal(outputs(prepared), wanted)
+    pairs = weights(prepared)
+    assert all(same_bits(pairs[fqn], w) for fqn, w in weights(packed).items())
+
+
+def test_the_asymmetric_target_makes_up_for_earlier_errors() -> None:
+    """The last layer's output is nearer to the float model's than that of layers calibrated for themselves."""
+    wanted, lost = outputs(model(torch.float32)), {}
+    for asymmetric in (False, True):
+        got = model(torch.float32)
+        calibrate_ptq(got, batches(), CalibrateConfig(PackedWeightConfig("intx3-g32"), asymmetric=asymmetric))
+        lost[asymmetric] = float((outputs(got) - wanted).square().sum())
+    assert lost[True] < 0.9 * lost[False]
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens for K")
+def test_padding_does_not_count() -> None:
+    """Masked tokens change nothing, whatever they are."""
+    ids = batches(1)[0]
+    mask = torch.ones_like(ids)
+    mask[:, 30:] = 0
+    codes = []
+    for filler in (0, 5):
+        got = model()
+        batch = {"input_ids": ids.masked_fill(mask == 0, filler), "attention_mask": mask}
+        report = calibrate_ptq(got, [batch], CalibrateConfig("int4-g32"))
+        assert all(r.tokens == 120 for r in report.rows)
+        codes.append(weights(got))
+    assert all(same_bits(codes[0][n], codes[1][n]) for n in codes[0])
+
+
+def test_torchao_gptq_config_is_taken() -> None:
+    mine, theirs = model(), model()
+    calibrate_ptq(
+        mine, batches(), CalibrateConfig(Int4WeightConfig(32), asymmetric=False, act_order=False, damping=0.02)
+    )
+    calibrate_ptq(theirs, batches(), GPTQConfig(step="observe", base_config=Int4WeightConfig(32), percdamp=0.02))
+    assert all(same_bits(weights(mine)[n], w) for n, w in weights(theirs).items())
+
+
+def test_layers_outside_of_lists_are_blocks_of_their_own() -> None:
+    """A plain module with a branch: each layer's inputs are those behind the quantised ones before it."""
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x) * torch.sigmoid(self.gate(x)))
+
+    torch.manual_seed(0)
+    net, x = Branched(), torch.randn(256, 64)
+    report = calibrate_ptq(net, [x], CalibrateConfig("int4-g32", asymmetric=False))
+    assert [r.layer for r in report.rows] == ["up", "gate", "down"]
+    assert all(r.error < r.nearest for r in report.rows)
+
+
+class Unreached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def tied() -> nn.Module:
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    net[1].weight = net[0].weight
+    return net
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "no batches": (lambda: nn.Sequential(nn.Linear(32, 32)), [], {}, "no batches"),
+    "one batch": (lambda: nn.Sequential(nn.Linear(32, 32)), X, {}, r"\[batch\]"),
+    "unreached": (Unreached, [X], {}, r"layers.1: no batch reaches it"),
+    "nan": (lambda: nn.Sequential(nn.Linear(32, 32)), [X / 0 * 0], {}, "0: its input holds NaN or Inf"),
+    "tied": (tied, [X], {}, "1: its weight is tied to that of 0"),
+    "meta": (lambda: nn.Sequential(nn.Linear(32, 32, device="meta")), [X], {}, "0: its weight is on the meta device"),
+    "hqq held": (
+        lambda: nn.Sequential(nn.Linear(32, 32)),
+        [X],
+        {"config": CalibrateConfig(PackedWeightConfig("intx4-g32-hqq")), "step": "prepare"},
+        "0: no layer can hold the scales",
+    ),
+    "second layer": (
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 30), nn.Linear(30, 32)),
+        [X],
+        {},
+        r"2 \(32, 30\)",
+    ),
+    "step": (lambda: nn.Sequential(nn.Linear(32, 32)), [X], {"step": "convert"}, "step is None or 'prepare'"),
+    "config": (lambda: nn.Sequential(nn.Linear(32, 32)), [X], {"config": "int4-g32"}, "must be a CalibrateConfig"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_that_changes_nothing(case: str) -> None:
+    make, given, how, message = BAD[case]
+    net = make()
+    before = {n: (type(m), dict(m._parameters), set(vars(m))) for n, m in net.named_modules()}
+    values = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=message):
+        calibrate_ptq(
+            net, given, how.get("config", CalibrateConfig("int4-g32")), **{k: v for k, v in how.items() if k == "step"}
+        )
+    for name, module in net.named_modules():
+        cls, parameters, attributes = before[name]
+        assert type(module) is cls and set(vars(module)) == attributes
+        assert all(module._parameters[n] is p for n, p in parameters.items())
+    assert all(v.is_meta or torch.equal(v, values[n]) for n, v in net.state_dict().items())
+
+
+def test_a_late_failure_restores_layers_that_were_packed() -> None:
+    """The second block fails; the first one is float again."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    weight = net[0].weight
+    net[1].register_forward_hook(lambda m, a, y: y * torch.nan)
+    with pytest.raises(ValueError, match="2: its input holds NaN or Inf"):
+        calibrate_ptq(net, [X], CalibrateConfig("int4-g32"))
+    assert type(net[0]) is nn.Linear and net[0].weight is weight
+
+
+def test_padding_alone_is_refused_and_few_tokens_are_told() -> None:
+    ids = batches(1)[0]
+    with pytest.raises(ValueError, match=r"layers.0.*padding"):
+        calibrate_ptq(
+            model(), [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}], CalibrateConfig("int4-g32")
+        )
+    with pytest.warns(aoquant.AoquantWarning, match="40 tokens for K = 128"):
+        report = calibrate_ptq(model(), [ids[:1]], CalibrateConfig("int4-g32"))
+    assert "saw 40 tokens" in report.notes[0]
+
+
+@pytest.mark.parametrize("arguments", [{"method": "awk"}, {"damping": 0.0}])
+def test_wrong_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="CalibrateConfig"):
+        CalibrateConfig("int4-g32", **arguments)
