@@ -22,7 +22,7 @@ from aoquant._messages import AoquantWarning
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
 from aoquant.hybrid import HybridConfig
-from aoquant.linear.kinds import is_layer, is_linear, kind_of
+from aoquant.linear.kinds import is_layer, is_linear, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
 from aoquant.linear.tensor import same_bits
 from aoquant.planning.plan import plan_layer
@@ -55,7 +55,7 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
         )
     if kind_of(module) is None:
         warnings.warn(
-            f"{type(module).__name__} is left alone: it subclasses nn.Linear or nn.Embedding and its forward may differ",
+            f"{type(module).__name__} is left alone: {why_no_kind(module)}",
             AoquantWarning,
             stacklevel=2,
         )

@@ -223,12 +223,17 @@ def _described(cls: str, transposed: bool) -> str:
 
 
 class Rebuild(TorchAoDeserialize):
-    """transformers' step that rebuilds a tensor subclass, in the dtype that a float weight would get in its place."""
+    """transformers' step that rebuilds a tensor subclass, in the dtype that a float weight would get in its place.
+
+    It calls the whole module initialised. One with buffers that no file holds, such as Gemma's embed_scale, is not yet.
+    """
 
     def convert(self, input_dict: Any, *, model: Any, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
         dtype = model.get_parameter(full_layer_name).dtype  # of the empty parameter that is filled
         dtype = wide_dtype(model, full_layer_name, dtype) or dtype
         rebuilt = super().convert(input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
+        module = model.get_submodule(full_layer_name.rpartition(".")[0])
+        module._is_hf_initialized = not module._non_persistent_buffers_set
         return {name: weight.to(dtype) for name, weight in rebuilt.items()}
 
 

@@ -6,19 +6,21 @@ GPT-2, stores (K, N) and multiplies x W; it is the same layer with a transposed 
 and `matrix` turns the weight round wherever a layer is encoded, compared or counted. A converted weight is (N, K)
 whatever its float form was, because a row of codes is a row of outputs.
 
-A layer has a kind by its exact class. A subclass may compute something else in its forward, so it has none.
+A layer has a kind by its exact class. A subclass may compute something else in its forward, so it has none, but for an
+embedding whose class scales, shifts or norms the rows that nn.Embedding gives it (`embedding.why_not_rows`).
 Integrations add the kinds of other libraries to `KINDS`, when those libraries are imported.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from aoquant.distributed.fsdp import layer_class
-from aoquant.linear.embedding import QATEmbedding
+from aoquant.linear.embedding import QATEmbedding, prepared_class, why_not_rows
 from aoquant.linear.mastered import MasteredLinear
 from aoquant.linear.packed import PackedLinear
 from aoquant.linear.prepared import QATLayer, QATLinear
@@ -50,11 +52,29 @@ KINDS = [Kind(nn.Linear, QATLinear, packed=PackedLinear), Kind(nn.Embedding, QAT
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a layer, plain, prepared or packed; None for any other module, subclasses included."""
+    """The kind of a layer, plain, prepared or packed; None for any other module, most subclasses included."""
     cls = layer_class(module)
     if issubclass(cls, MasteredLinear):
         cls = cls.__bases__[-1]
-    return next((kind for kind in KINDS if cls in (kind.plain, kind.prepared, kind.packed)), None)
+    for kind in KINDS:
+        if cls in (kind.plain, kind.prepared, kind.packed):
+            return kind
+    return _kind_of_embedding(cls) if issubclass(cls, nn.Embedding) else None  # type: ignore[arg-type]
+
+
+@functools.cache
+def _kind_of_embedding(cls: type[nn.Embedding]) -> Kind | None:
+    """The kind of a subclass of nn.Embedding, plain or prepared."""
+    plain = cls.plain if issubclass(cls, QATEmbedding) else cls
+    return None if why_not_rows(plain) else Kind(plain, prepared_class(plain), gemm=False)
+
+
+def why_no_kind(module: nn.Module) -> str:
+    """Return why a subclass of a layer has no kind, and is left alone."""
+    if isinstance(module, nn.Embedding) and (reason := why_not_rows(layer_class(module))) is not None:  # type: ignore[arg-type]
+        return reason
+    plain = next(k.plain.__name__ for k in KINDS if isinstance(module, k.plain))
+    return f"{type(module).__name__} is a subclass of {plain}, whose forward may differ"
 
 
 def is_layer(module: nn.Module) -> bool:

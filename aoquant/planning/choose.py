@@ -22,7 +22,7 @@ from aoquant._messages import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
-from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of
+from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
 from aoquant.planning import owners, tied
 from aoquant.planning.changes import Chosen
@@ -37,7 +37,7 @@ Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those
 class Choice:
     """The layers that a config and a filter choose in a model.
 
-    left_alone: names and classes of chosen layers that are subclasses of a layer that is supported.
+    left_alone: names of chosen layers that are subclasses of a layer that is supported, and why.
     left_out: ids of modules without support that the filter or the names do not pick.
     picked: ids of modules without support that they pick.
     stacks: stacked experts, parameter by parameter.
@@ -78,7 +78,7 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
             elif chosen.config is not None and isinstance(module, QATLayer):
                 raise ValueError(f"{chosen.fqn}: {owners.changed_class(module)}")
             elif chosen.config is not None:
-                found.left_alone.append(f"{chosen.fqn} ({type(module).__name__})")
+                found.left_alone.append(f"{chosen.fqn} ({why_no_kind(module)})")
         elif stacks := stacks_of(module):
             every += [_join(fqn, parameter) for fqn in names for parameter in stacks]
             chosen_stacks = [c for s in stacks if (c := rule.chosen(module, names, s)).config is not None]

@@ -31,7 +31,7 @@ from aoquant._messages import check_model
 from aoquant.experts.families import stacks_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.experts.routers import router_modules
-from aoquant.linear.kinds import is_layer, is_packed, kind_of
+from aoquant.linear.kinds import is_layer, is_packed, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import Choice
@@ -263,7 +263,7 @@ class _Reasons:
         if re.search("router", type(module).__name__, re.IGNORECASE) and tensor.dim() == 2:
             return "default", router
         if is_layer(module) and name == "weight":
-            return "subclass", f"{type(module).__name__} is a subclass of a supported layer, whose forward may differ"
+            return "subclass", why_no_kind(module)
         return "unsupported", _why_unsupported(module, fqn, tensor)
 
 

@@ -82,7 +82,7 @@ def plan(
     choice = choose(model, config, filter_fn)
     if choice.left_alone:
         warnings.warn(
-            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {', '.join(choice.left_alone)}",
+            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {'; '.join(choice.left_alone)}",
             AoquantWarning,
             stacklevel=3,
         )

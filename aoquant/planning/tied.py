@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from aoquant.linear.kinds import is_layer, kind_of, why_no_kind
 from aoquant.linear.recipe import LinearRecipe
 
 
@@ -58,7 +59,13 @@ def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
         if len(sharers) < 2 or not (recipes := {chosen[id(m)] for _, m in sharers if id(m) in chosen}):
             continue
         label = f"{_names(sharers, chosen, True)}: its weight is tied ({', '.join(u for u, _ in sharers)})"
-        if any(id(m) not in chosen for _, m in sharers):
+        unable = [why_no_kind(m) for _, m in sharers if id(m) not in chosen and is_layer(m) and kind_of(m) is None]
+        if unable:
+            found.append(
+                f"{label}, and {_names(sharers, chosen, False)} cannot be quantised: {'; '.join(unable)}. Leave the layers of this weight "
+                "out (filter_fn, or None for their names in FqnToConfig)"
+            )
+        elif any(id(m) not in chosen for _, m in sharers):
             left = _names(sharers, chosen, False)
             found.append(
                 f"{label}, and the config leaves out {left}, so converting would untie it: choose both, with one config, by "
