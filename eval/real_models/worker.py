@@ -50,11 +50,14 @@ def is_embedding(model: Path) -> bool:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Return the lines of a CSV; none where there is none."""
+    """Return the lines of a CSV; none where there is none. Raises ValueError for one with other columns."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"--csv {path} is of another version, whose scores are not comparable: give a new file")
+        return list(reader)
 
 
 def missing(o: Any, row: Row, done: list[dict[str, str]]) -> list[dict[str, Any]]:
