@@ -16,7 +16,7 @@ from pathlib import Path
 from corpus import SEPARATOR
 from overlap import RUN
 
-from aoquant.integrations.docstrings import HELD_OUT, TRAIN, docstrings, standard_library
+from aoquant.integrations.docstrings import HELD_OUT, TRAIN, docstrings, sources
 
 LEAST = 400  # characters of a document
 LEFT_OUT = ("test", "tests", "testing", "_vendor", "_vendored", "externals", "aoquant")
@@ -30,7 +30,7 @@ def runs(text: str) -> set[tuple[str, ...]]:
 
 def collect(folders: list[Path]) -> list[str]:
     """Return the documents, in the order of the files' paths."""
-    own = set().union(*map(runs, standard_library((*TRAIN, *HELD_OUT))))
+    own = set().union(*(runs(docstrings(source)) for source in sources((*TRAIN, *HELD_OUT))))
     seen: set[str] = set()
     documents = []
     for file in sorted(file for folder in folders for file in folder.rglob("*.py")):

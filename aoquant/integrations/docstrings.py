@@ -1,7 +1,8 @@
-"""Text that every machine has: the docstrings of Python's standard library, a document for each module.
+"""Text that every machine has: the prose of the standard library's docstrings, a document for each module.
 
-Files are parsed and not imported. The modules are pure Python and have hardly changed from 3.11 to 3.14; a module that
-a version lacks is left out. What is held out is of other packages than what is trained on.
+Paragraphs of sentences are taken; doctests, lists, tables and signatures are left out. Files are parsed and not
+imported. The modules are pure Python and have hardly changed from 3.11 to 3.14; a module that a version lacks is left
+out. What is held out is of other packages than what is trained on.
 """
 
 from __future__ import annotations
@@ -51,11 +52,29 @@ def docstrings(source: str) -> str:
     return "\n\n".join(text for _, text in sorted(found, key=lambda pair: pair[0]) if text)
 
 
-def standard_library(modules: Iterable[str]) -> list[str]:
-    """Return a document for each module of the standard library that is there, named by its path without ".py"."""
+def prose(text: str) -> str:
+    """Return the paragraphs of a text that are sentences, one line each: from a capital letter to a full stop or colon,
+    six words at least, nothing indented.
+    """
+    found = []
+    for paragraph in text.split("\n\n"):
+        words = paragraph.split()
+        marked = any(line.startswith((" ", "\t", ">>>", "-", "*", "|")) for line in paragraph.split("\n"))
+        if len(words) >= 6 and not marked and words[0][0].isupper() and words[-1].endswith((".", ":")):
+            found.append(" ".join(words))
+    return "\n\n".join(found)
+
+
+def sources(modules: Iterable[str]) -> list[str]:
+    """Return the source of each module of the standard library that is there, named by its path without ".py"."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [root / f"{name}.py" for name in modules]
-    return [docstrings(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    return [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+
+
+def standard_library(modules: Iterable[str]) -> list[str]:
+    """Return a document of prose for each module of `sources`."""
+    return [page for source in sources(modules) if (page := prose(docstrings(source)))]
 
 
 def write(folder: Path) -> tuple[Path, Path]:
