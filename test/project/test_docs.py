@@ -36,7 +36,7 @@ BLOCK = re.compile(
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 TO_HEADING = re.compile(r"\]\(((?!https?:)[^)#]*\.md)?#([^)]+)\)")
 NAMED = re.compile(r"\bdocs/[\w/-]+\.md\b")
-NOT_RUN = 2
+NOT_RUN = 3
 WIDTH, ROW, README, GLOSSARY, GUIDE, TROUBLES = 120, 400, 100, 35, 20, 30
 FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
 
