@@ -67,15 +67,15 @@ def finetune(
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
     blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to the distribution of `teacher`, a model or a cache of one
-    (`cached_teacher`), in nats per token. Runs with
-    equal arguments see equal batches. checkpoints: a folder to keep the newest checkpoint in; training goes on from the
-    one that is there, and is not repeated when it was complete. shared: the ranks of the default process group train
-    one model, which is whole on each; all call it. While they train, the parameters of `model` are empty.
-    final_learning_rate: where the cosine ends. fake_quant_after_n_steps: steps of a prepared model in high precision
-    before its fake quantisation begins. enough: asked of the model after every twentieth of the steps, on all ranks;
-    training ends when it returns True. micro_batch: blocks in one forward of a rank. Gradients of a batch are summed in
-    float32 and weighted by tokens, so they are those of one forward up to the order of sums (in formats that share
-    scales among tokens, up to those scales). documents: how `blocks_BT` holds documents.
+    (`cached_teacher`), in nats per token. Runs with equal arguments see equal batches. checkpoints: a folder to keep
+    the newest checkpoint in; training goes on from the one that is there, and is not repeated when it was complete.
+    shared: the ranks of the default process group train one model, which is whole on each; all call it. While they
+    train, the parameters of `model` are empty. final_learning_rate: where the cosine ends. fake_quant_after_n_steps:
+    steps of a prepared model in high precision before its fake quantisation begins. enough: asked of the model after
+    every twentieth of the steps, on all ranks; training ends when it returns True. micro_batch: blocks in one forward
+    of a rank. Gradients of a batch are summed in float32 and weighted by tokens, so they are those of one forward up to
+    the order of sums (in formats that share scales among tokens, up to those scales). documents: how `blocks_BT` holds
+    documents.
 
     Raises:
         ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, no step with fake quantisation, or a
@@ -188,6 +188,15 @@ def rate_at(peak: float, step: int, steps: int, final: float = 0.0) -> float:
     return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
+def alias(model: PreTrainedModel, *, frozen: bool = False) -> PreTrainedModel:
+    """Copy a model, but not its parameters: those of the copy have the same memory. Buffers are copied.
+
+    frozen: share the parameters that do not train, and copy the others.
+    """
+    shared = [p for p in model.parameters() if not (frozen and p.requires_grad)]
+    return copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in shared})
+
+
 @torch.no_grad()
 def shard(model: PreTrainedModel) -> PreTrainedModel:
     """Return `model` sharded by FSDP2 over all ranks. Its parameters move there: those of `model` are empty then.
@@ -198,8 +207,7 @@ def shard(model: PreTrainedModel) -> PreTrainedModel:
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     units = set(model._no_split_modules or ())
-    # the copy has the memory of `model`: no rank holds two whole models, not even for a moment
-    sharded = copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()})
+    sharded = alias(model)  # no rank holds two whole models, not even for a moment
     for module in sharded.modules():
         if type(module).__name__ in units:
             fully_shard(module, mesh=mesh, mp_policy=policy)

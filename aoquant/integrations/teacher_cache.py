@@ -40,7 +40,6 @@ from aoquant.integrations.text import ONE_TEXT, Documents
 
 FORMAT = "aoquant teacher top-k, version 1"
 _SHARD_BYTES = 1 << 28
-_ROWS = 512  # tokens whose logits are in float32 at a time
 _LOWEST = torch.finfo(torch.float32).min  # of a token that the teacher rules out: exp() is 0, and 0 times it no NaN
 
 
@@ -56,13 +55,10 @@ class TopK(NamedTuple):
 
 def top_k(logits_NV: Tensor, k: int) -> TopK:
     """Return the k most likely tokens of each row, with their log-probabilities and the log of the residual mass."""
-    parts = []
-    for rows in logits_NV.split(_ROWS):
-        logprobs = F.log_softmax(rows.float(), -1).clamp_(min=_LOWEST)
-        found, ids = logprobs.topk(k, -1)
-        rest = logprobs.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_(min=_LOWEST)
-        parts.append(TopK(ids.int(), found, rest))
-    return TopK(*map(torch.cat, zip(*parts, strict=True)))
+    logprobs = F.log_softmax(logits_NV.float(), -1).clamp_(min=_LOWEST)
+    found, ids = logprobs.topk(k, -1)
+    rest = logprobs.scatter_(-1, ids, -torch.inf).logsumexp(-1).clamp_(min=_LOWEST)
+    return TopK(ids.int(), found, rest)
 
 
 def top_k_loss(student_NV: Tensor, teacher: TopK) -> Tensor:
@@ -235,9 +231,8 @@ def cached_teacher(
 ) -> TeacherCache:
     """Return the cache of `teacher` in `folder` for the blocks that are `used` (indices), computing what is missing.
 
-    blocks_BT: int64 token ids (B, T). k: tokens that are kept of a distribution. documents:
-    what the blocks say about documents. A collective of all ranks, which must
-    see one folder.
+    blocks_BT: int64 token ids (B, T). k: tokens that are kept of a distribution. documents: how `blocks_BT` holds
+    documents. A collective of all ranks, which must see one folder.
 
     Raises:
         ValueError: as `TeacherCache` and `TeacherCache.fill` do.

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +30,7 @@ from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
 from aoquant.formats.ggml import KINDS
-from aoquant.integrations.finetune import check_batch, check_block, finetune
+from aoquant.integrations.finetune import alias, check_batch, check_block, check_switch, finetune, order_of_blocks
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.models import (
     chosen_layers,
@@ -47,8 +48,10 @@ from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
 from aoquant.integrations.job.resuming import Folder
+from aoquant.integrations.job.training import PRESETS, SEARCH, best_rate, freeze, hold_out, validation_loss
 from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
+from aoquant.integrations.teacher_cache import TeacherCache, cached_teacher
 from aoquant.integrations.text import Documents, assets, described, find_pages, load_documents, token_blocks
 from aoquant.linear.prepared import QATLayer
 from aoquant.planning.choose import each
@@ -93,7 +96,7 @@ def _engine_format(o: Options) -> str:
 
 
 def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
-    assert o.dtype is not None  # the options chose one
+    assert o.dtype is not None and o.preset is not None and o.loss is not None  # the options chose one of each
     if (needs := ranks.share(lambda: _fits(o, ranks.size))) is not None and ranks.first:
         print(needs, file=sys.stderr, flush=True)
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
@@ -108,9 +111,12 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     blocks = token_blocks(documents, tokenizer, o.block, bos=o.bos, progress=ranks.first)
     layout = Documents.of(tokenizer, bos=o.bos, separate=o.separate_documents)
     ranks.share(lambda: layout.check(float_model))
-    budget: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
-    tuning = {**budget, "blocks_BT": blocks, "shared": ranks.launched}
-    tuning.update(micro_batch=o.micro_batch, documents=layout)
+    ranks.share(lambda: freeze(float_model, o.freeze))
+    text, held_out = blocks, blocks[:0]
+    if o.learning_rates or o.stop_at_gap is not None:
+        blocks, held_out = ranks.share(lambda: hold_out(blocks, ranks.size))
+    steps = o.steps or PRESETS[o.preset].steps_for(len(blocks), o.batch_size, o.block)
+    ranks.share(lambda: check_switch(o.fake_quant_after_n_steps, steps))
 
     def score(model: PreTrainedModel) -> Perplexity:
         options: Any = {"wikitext": o.wikitext, "window": o.window, "limit": o.limit, "bos": o.bos}
@@ -118,46 +124,84 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
 
     @functools.cache
     def calibrated() -> PreTrainedModel:
-        model = copy.deepcopy(float_model)
+        model = copy.deepcopy(float_model).to(o.device)
         texts = load_documents(o.calibrate) if o.calibrate else documents
         chosen = token_blocks(texts, tokenizer, o.block, bos=o.bos, progress=ranks.first) if o.calibrate else blocks
         prepare_calibrated(model, config, o, chosen, layout)
         return model
 
-    def prepared_copy() -> PreTrainedModel:
+    def prepared(*, trains: bool) -> PreTrainedModel:
+        """Return the float model prepared. What does not train shares the float model's memory."""
         if o.ptq != "nearest":
             return copy.deepcopy(calibrated())  # found once, although several stages start from it
-        model = copy.deepcopy(float_model)
+        model = alias(float_model, frozen=trains).to(o.device)
         prepare(model, config, blocks, o.batch_size, layout)
         return model
 
     def stage_of(name: str, model: PreTrainedModel) -> Stage:
         return folder.stage(name, lambda: Stage(name, score(model), model_bytes(model)))
 
+    def tune(model: PreTrainedModel, rate: float, steps: int = steps, **more: Any) -> list[float]:
+        budget: Any = {"steps": steps, "batch_size": o.batch_size, "seed": o.seed, "blocks_BT": blocks}
+        budget.update(micro_batch=o.micro_batch, documents=layout)
+        rates: Any = {"learning_rate": rate, "final_learning_rate": o.final_rate(rate)}
+        return finetune(model, shared=ranks.launched, **budget, **rates, **more)
+
+    def loss_of(rate: float) -> float:
+        """Train shortly at a rate; returns the validation loss."""
+        model, short = prepared(trains=True), max(1, steps // SEARCH)
+        after = o.fake_quant_after_n_steps * short // steps
+        label = f"QAT {o.recipe} at {rate:g}"
+        tune(model, rate, short, loss=o.loss, teacher=teacher, label=label, fake_quant_after_n_steps=after)
+        return validation_loss(model, held_out, layout, shared=ranks.launched)
+
     def tuned_stage() -> Stage:
-        tuned = copy.deepcopy(float_model)
-        finetune(tuned, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
+        tuned = alias(float_model, frozen=True).to(o.device)
+        tune(tuned, rate, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED))
         return Stage(TUNED, score(tuned), model_bytes(tuned))
 
     if o.export is not None and not folder.has(FLOAT):
-        untrained = prepared_copy()
+        untrained = prepared(trains=False)
         convert(untrained)
         ranks.share(lambda: check_export(untrained, _engine_format(o), tokenizer))
         del untrained
     folder.begin()
     stages = [stage_of(FLOAT, float_model)]
+    goal = -math.inf
+    if o.stop_at_gap is not None:
+        float_loss = folder.number(
+            "float on validation pages", lambda: validation_loss(float_model, held_out, layout, shared=ranks.launched)
+        )
+        goal = float_loss + o.stop_at_gap
+    teacher: PreTrainedModel | TeacherCache = float_model
+    if o.teacher_cache is not None:
+        used = order_of_blocks(len(blocks), steps, o.batch_size, o.seed)
+        teacher = cached_teacher(o.teacher_cache, float_model, tokenizer, text, used, o.teacher_top_k, ranks, layout)
+        float_model.to("cpu")  # until the report
+    rate = o.learning_rate or best_rate(o.learning_rates, lambda r: folder.number(f"rate {r:g}", lambda: loss_of(r)))
     if o.loss == "ce":
         stages.append(folder.stage(TUNED, tuned_stage))
         folder.forget(TUNED)
-    ptq = folder.stage(PTQ, lambda: _ptq_stage(prepared_copy(), score))
+    ptq = folder.stage(PTQ, lambda: _ptq_stage(prepared(trains=False), score))
 
-    prepared = prepared_copy()
-    kept = folder.checkpoints(PREPARED)
-    finetune(prepared, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
+    student = prepared(trains=True)
+    enough = (
+        None if o.stop_at_gap is None else lambda m: validation_loss(m, held_out, layout, shared=ranks.launched) <= goal
+    )
+    losses = tune(
+        student,
+        rate,
+        loss=o.loss,
+        teacher=teacher,
+        label=f"QAT {o.recipe}",
+        checkpoints=folder.checkpoints(PREPARED),
+        fake_quant_after_n_steps=o.fake_quant_after_n_steps,
+        enough=enough,
+    )
     gc.collect()  # its shards, as at the end of a stage
-    converted = copy.deepcopy(prepared)
+    converted = alias(student)
     convert(converted)
-    qat = stage_of(PREPARED, prepared)
+    qat = stage_of(PREPARED, student)
     if ptq.note:  # the kernel of the converted model does not run here
         as_prepared = Stage(CONVERTED, qat.perplexity, model_bytes(converted), ptq.note)
         deployed = folder.stage(CONVERTED, lambda: as_prepared)
@@ -165,9 +209,14 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         deployed = stage_of(CONVERTED, converted)
     stages += [ptq, qat, deployed]
     compared = max(1, min(o.batch_size, _COMPARED // o.block))
-    batch = {"input_ids": blocks[:compared].to(float_model.device)}
+    batch = {"input_ids": blocks[:compared].to(converted.device)}
+    trained_on = (
+        f"{len(losses)} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(described, o.texts))}, at {rate:g}"
+    )
+    if len(losses) < steps:
+        trained_on += f"; QAT stopped early, at a gap of {o.stop_at_gap:g} nats a token: {steps} were planned"
     result = ranks.share(
-        lambda: _finish(o, stages, tokenizer, (float_model, prepared, converted), batch, skipped, ranks.size)
+        lambda: _finish(o, stages, tokenizer, (float_model, student, converted), batch, skipped, ranks.size, trained_on)
     )
     folder.forget(PREPARED)
     return result
@@ -189,6 +238,7 @@ def _finish(
     batch: dict[str, Tensor],
     skipped: Mapping[str, str],
     ranks: int,
+    trained_on: str,
 ) -> Result:
     """Verify, save and reload what was scored, and write the report. models: float, prepared and converted."""
     float_model, prepared, converted = models
@@ -208,7 +258,7 @@ def _finish(
         reload=_reload(o, batch["input_ids"], fingerprint),
         coverage=str(covered),
         stay_float=listed(covered.float_weights),
-        trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(described, o.texts))}",
+        trained_on=trained_on,
         skipped=skipped,
     )
     record = {
@@ -219,7 +269,12 @@ def _finish(
         "ranks": ranks,
         **environment(o.device),
     }
-    write(result, layers, report(float_model, prepared if not_run else converted, batch), record)
+    deployed = prepared if not_run else converted
+    if float_model.device != deployed.device:
+        if deployed is converted:
+            prepared.to("cpu")
+        float_model.to(deployed.device)
+    write(result, layers, report(float_model, deployed, batch), record)
     return result
 
 
@@ -229,7 +284,7 @@ def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
     Where its kernel does not run on this machine the prepared model is scored, which computes the same, and the note
     says so.
     """
-    deployed = copy.deepcopy(prepared)
+    deployed = alias(prepared)
     convert(deployed)
     layers = [m for m in prepared.modules() if isinstance(m, QATLayer)]
     own = all(isinstance(m.prepared.config.base_config, WeightConfig) for m in layers)  # which runs everywhere

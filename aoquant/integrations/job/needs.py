@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aoquant.integrations.job.options import Options
+from aoquant.integrations.job.training import PRESETS
 from aoquant.integrations.lm_eval import WINDOW, positions
 from aoquant.integrations.losses import BLOCK_BYTES, chunk_rows
 from aoquant.integrations.text import assets, find_pages
@@ -86,15 +87,19 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
     loss = rows * traced.vocabulary * 3 * size + 4 * BLOCK_BYTES
     loss += traced.vocabulary * traced.hidden * 4 * (sequences * o.block > rows)
     window = o.window or min(WINDOW, traced.positions or WINDOW)
-    models = {"float model": parameters * size, "trained model": parameters * size}
+    # --teacher-cache keeps the float model in the memory of the CPU
+    models = {} if o.teacher_cache is not None and o.device != "cpu" else {"float model": parameters * size}
+    shard, whole = {"trained model": parameters * size // ranks}, {"trained model": parameters * size}
     masters = {"optimizer": parameters * _OPTIMIZER // ranks, "gradients": parameters * size // ranks}
     stages = {
-        "training": {**models, **masters, "activations": traced.saved * sequences, "loss": loss},
-        "an optimizer step": {**models, **masters, "gradients of masters": parameters * 4 // ranks},
-        "scoring": {**models, "logits": window * traced.vocabulary * (size + 8)},
+        "training": {**models, **shard, **masters, "activations": traced.saved * sequences, "loss": loss},
+        "an optimizer step": {**models, **shard, **masters, "gradients of masters": parameters * 4 // ranks},
+        "scoring": {**models, **whole, "logits": window * traced.vocabulary * (size + 8)},
     }
     largest = max(stages, key=lambda stage: sum(stages[stage].values()))
-    trained = (o.steps or 0) * o.batch_size * o.block * (3 + 3 + (o.loss == "kl"))  # float; QAT, beside its teacher
+    text = sum(path.stat().st_size for path in o.texts) // _BYTES_PER_TOKEN
+    steps = o.steps or PRESETS[o.preset or "qad"].steps_for(text // o.block, o.batch_size, o.block)
+    trained = steps * o.batch_size * o.block * (3 + (1 if o.loss == "kl" else 3))  # QAT; its teacher, or float tuned
     scored = 5 * _text_bytes(o) / _BYTES_PER_TOKEN
     seconds = traced.operations * (trained + scored) / ranks / _speed(traced.hidden, dtype, o.device)
     return Estimate(largest, stages[largest], free_memory(o.device), seconds)

@@ -1,7 +1,7 @@
 """The folder of a run: which stages are done, so that the same command goes on where it stopped.
 
     OUT/stages/command.json       what was asked for: options, versions, device, and the sizes and times of input files
-    OUT/stages/NAME.json          a stage that is done
+    OUT/stages/NAME.json          a stage that is done, or a number that was measured on validation pages
     OUT/stages/NAME/              a fine-tune that is not scored yet; removed when nothing needs it any more
     OUT/aoquant_run.json          the run is complete
     OUT/.lock                     held by rank 0 while it runs; the system frees it however a process ends
@@ -115,6 +115,20 @@ class Folder:
         self.ranks.share(lambda: write_json(path, asdict(computed)))
         self._say(f"{name}: word perplexity {computed.perplexity.word_perplexity:.3f}")
         return computed
+
+    def number(self, name: str, compute: Callable[[], float]) -> float:
+        """Return the number called so: read if it is known, otherwise computed, by every rank, and written down."""
+        path = self.stages / f"{_file_name(name)}.json"
+
+        def read() -> float | None:
+            return read_as(path, lambda found: float(found["value"])) if path.is_file() else None
+
+        if (found := self.ranks.share(read)) is not None:
+            return found
+        value = compute()
+        gc.collect()
+        self.ranks.share(lambda: write_json(path, {"value": value}))
+        return value
 
     def _say(self, line: str) -> None:
         if self.ranks.first:
