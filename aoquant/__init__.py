@@ -30,6 +30,7 @@ from aoquant.experts.routers import freeze_routers
 from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.hybrid import Cast, HybridConfig
+from aoquant.kv import KVCacheConfig
 from aoquant.linear.fixed_weights import fixed_weights
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.switches import set_fake_quant, unprepare
@@ -71,6 +72,7 @@ __all__ = [
     "Int4WeightConfig",
     "Int8WeightConfig",
     "IntxWeightConfig",
+    "KVCacheConfig",
     "LinearRecipe",
     "MXFP4WeightConfig",
     "MXFP8WeightConfig",

@@ -148,10 +148,11 @@ def _config_module(own: Sequence[type]) -> ModuleType:
     torchao calls what it finds there, so the module holds configs and what they hold, and nothing else.
     """
     from aoquant.hybrid import Cast, HybridConfig
+    from aoquant.kv import KVCacheConfig
     from aoquant.transforms import WUSH, Hadamard
 
     module = ModuleType("aoquant._config_types")
-    vars(module).update({cls.__name__: cls for cls in (*own, Cast, HybridConfig, Hadamard, WUSH)})
+    vars(module).update({cls.__name__: cls for cls in (*own, Cast, HybridConfig, KVCacheConfig, Hadamard, WUSH)})
     sys.modules[module.__name__] = module
     return module
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from aoquant._messages import check_model, listed, track
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
+from aoquant.kv import hook
 from aoquant.linear import held
 from aoquant.linear.checks import cast, check_width
 from aoquant.linear.prepared import PreparedModule, QATLinear
@@ -32,7 +33,7 @@ NOT_REACHED = "the forward loop did not reach it: run batches that use every lay
 
 def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Iterable[Any]) -> None:
     """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, and
-    fitted transforms, in place.
+    fitted transforms, and static scales of KV caches, in place.
 
     forward_loop: runs the model on representative data, as forward_loop(model); or the batches themselves, each a
         tensor, positional arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the
@@ -58,15 +59,17 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             f"got {type(forward_loop).__name__}{': put one batch into a list, [batch]' if one else ''}"
         )
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, QATLinear) and m.prepared.recipe.holds}
-    if not layers:
+    caches = hook.to_calibrate(model)
+    if not layers and not caches:
         raise ValueError(
-            "nothing to calibrate: no prepared layer holds scales or a fitted transform. Prepare with a static activation format, such as "
+            "nothing to calibrate: no prepared layer holds scales or a fitted transform, and no KV cache static scales. "
+            "Prepare with a static activation format, such as "
             "Int8WeightConfig(activation='int8-tensor-static'), with QATConfig(..., scales='static'), or with transform=aoquant.WUSH(16)"
         )
     _refuse({fqn: SHARDED for fqn, m in layers.items() if _is_sharded(m)})
     seen: dict[str, Range | Gram] = {fqn: s for fqn, m in layers.items() if (s := _observer(m)) is not None}
-    if seen:
-        with undisturbed(model), _plain(model), _observed(layers, seen):
+    if seen or caches:
+        with undisturbed(model), _plain(model), _observed(layers, seen), hook.observing(caches.values()):
             if callable(forward_loop):
                 forward_loop(model)
             else:
@@ -77,7 +80,12 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             if isinstance(s, Gram):
                 s.reduce()
     found = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
-    _refuse({fqn: f.why_not for fqn, f in found.items() if f.why_not})
+    cached = hook.calibrated(caches)
+    wrong = {fqn: scales for fqn, scales in cached.items() if isinstance(scales, str)}
+    _refuse({fqn: f.why_not for fqn, f in found.items() if f.why_not} | wrong)
+    for fqn, module in caches.items():
+        for name, scale in dict(cached[fqn]).items():  # type: ignore[arg-type]
+            module.get_buffer(name).copy_(scale)
     for fqn, layer in layers.items():
         for side, scales in found[fqn].by_side.items():
             watched = seen.get(fqn)

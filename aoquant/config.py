@@ -35,6 +35,7 @@ from aoquant.formats import (
 )
 from aoquant.formats.operand import SCALES
 from aoquant.hybrid import HybridConfig, backward_slots, check_seed
+from aoquant.kv import KVCacheConfig, as_kv_config
 from aoquant.linear.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
@@ -396,6 +397,7 @@ class QATConfig(AOBaseConfig):
         four of them, a `HybridConfig`, or None for high precision. "quartet" also sets straight_through="clipped", its
         trust mask, unless that is given.
     seed: of the random numbers that such a backward draws; by default a HybridConfig's own, or 0.
+    kv_cache: quantises what attention caches, too: a `KVCacheConfig` or a format's name; as base_config, that alone.
     engine, gpu: they will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
         prepare warns where it will compute something else than is trained (`aoquant.serving`).
 
@@ -404,9 +406,9 @@ class QATConfig(AOBaseConfig):
 
     Example:
 
-            QATConfig(NVFP4WeightConfig(), step="prepare", backward="quartet2")
+            QATConfig(NVFP4WeightConfig(), backward="quartet2")
             QATConfig(weight_config="intx4-g32", activation_config="int8-row")
-            QATConfig(step="convert")
+            QATConfig("int4-g128", kv_cache="fp8")
     """
 
     base_config: AOBaseConfig | None = None
@@ -419,6 +421,7 @@ class QATConfig(AOBaseConfig):
     seed: int = 0
     engine: str | None = None
     gpu: str | None = None
+    kv_cache: Any = None
 
     def __init__(
         self,
@@ -433,6 +436,7 @@ class QATConfig(AOBaseConfig):
         seed: int | None = None,
         engine: str | None = None,
         gpu: str | None = None,
+        kv_cache: KVCacheConfig | str | None = None,
     ) -> None:
         self.step = str(getattr(step, "value", step)).lower()
         if isinstance(base_config, str) and self.step == "prepare":
@@ -443,7 +447,11 @@ class QATConfig(AOBaseConfig):
         if straight_through is None:
             straight_through = "clipped" if backward == "quartet" else "identity"
         own = backward.seed if isinstance(backward, HybridConfig) else 0
-        self.base_config = named(base_config)
+        alone = isinstance(base_config, KVCacheConfig)
+        self.base_config, self.kv_cache = (
+            None if alone else named(base_config),
+            as_kv_config(base_config if alone else kv_cache),
+        )
         self.activation_config, self.weight_config = activation_config, weight_config
         self.straight_through, self.scales = straight_through, "dynamic" if scales is None else scales
         self.backward, self.seed = backward, own if seed is None else seed
@@ -477,7 +485,7 @@ class QATConfig(AOBaseConfig):
                 f"QATConfig: base_config must be a PTQ config, got {type(base_config).__name__}; "
                 "formats and fake-quantisation configs go to weight_config= and activation_config="
             )
-        if self.step == "prepare" and base_config is None and not parts:
+        if self.step == "prepare" and base_config is None and not parts and self.kv_cache is None:
             raise ValueError("QATConfig: prepare needs a base_config, or a weight_config, or an activation_config")
         if self.step == "convert" and parts:
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
@@ -490,9 +498,7 @@ class QATConfig(AOBaseConfig):
         """
         if self.engine is None and self.gpu is None:
             return []
-        by_name = (
-            self.base_config.fqn_to_config if isinstance(self.base_config, FqnToConfig) else {"": self.base_config}
-        )
+        by_name = getattr(self.base_config, "fqn_to_config", {"": self.base_config})
         bases = {repr(b): b for b in by_name.values() if isinstance(b, WeightConfig) and self.step == "prepare"}
         recipes = [base.recipe().holding(self.scales) for base in bases.values()]
         return serving.foreseen(recipes, self.engine, self.gpu, experts=ALL_EXPERTS in by_name)

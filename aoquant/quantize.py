@@ -34,7 +34,7 @@ from aoquant.linear.learned_scales import not_positive
 from aoquant.linear.packed import PackedLinear, adopt, described
 from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
 from aoquant.linear.tensor import PackedTensor
-from aoquant.planning import adapters, coverage, fused, half
+from aoquant.planning import adapters, caches, coverage, fused, half
 from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter, each, is_asked
 from aoquant.planning.plan import Plan, ours, plan
@@ -61,7 +61,7 @@ def quantize_(
 
     config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of
         either, whose keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe
-        (`list_recipes`) is a PTQ config.
+        (`list_recipes`) is a PTQ config. A `KVCacheConfig` is for attention modules and goes by their names.
     filter_fn: (module, fully qualified name) -> bool; by default every linear layer but those in output heads and in
         routers of experts, and no nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
@@ -94,7 +94,13 @@ def quantize_(
     if filter_fn is not None:
         _check_filter(filter_fn)
     fsdp.reshard(model)
-    asked = named(config)
+    cached = caches.plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
+    if cached.layers is None:
+        cached.apply(model)
+        if device is not None:
+            model.to(device)
+        return
+    asked = cached.layers
     prepares = {getattr(ours(c), "step", None) for c in each(asked)} == {"prepare"}
     with adapters.taken_off(model, prepares=prepares) as taken:
         planned = plan(model, asked, filter_fn, skip_incompatible=skip_incompatible, taken=taken)
@@ -105,13 +111,14 @@ def quantize_(
         )
         problem = _what_stays_float(model, planned, strict)
         steps = {c.step for c in (*planned.layers, *planned.experts)}
-        lost = _what_is_missing(model, config, filter_fn) if "convert" in steps else None
+        lost = _what_is_missing(model, asked, filter_fn) if "convert" in steps else None
         if strict and lost is not None:
             raise ValueError(f"strict: {lost}. The model is unchanged")
         scales = not_positive(model) if any(c.step == "convert" for c in planned.layers) else None
         new = [c.module for c in planned.layers if c.step == "prepare" and not isinstance(c.module, QATLayer)]
         planned = _as_before_adapters(model, planned, taken)
         _carry_out(model, planned, device, undo)
+        cached.apply(model)
         for change in planned.layers:
             _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
         _remember(planned)

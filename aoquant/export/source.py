@@ -29,6 +29,7 @@ from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import POINTER
 from aoquant.files.safetensors_file import StoredTensor, header, read_json
 from aoquant.files.stored_names import model_names, warn_of_dtypes
+from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, matrix_of
 from aoquant.linear.prepared import PreparedModule
 from aoquant.linear.tensor import PackedTensor
@@ -88,6 +89,10 @@ def of_model(model: nn.Module) -> Source:
         raise ValueError(
             f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that"
         )
+    hook.refuse(
+        model,
+        "export does not write its scales yet: call aoquant.kv.hook.detach on these modules to export layers alone",
+    )
     warn_of_dtypes(model)
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)

@@ -24,6 +24,7 @@ from aoquant._messages import check_path
 from aoquant.config import PackedWeightConfig
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
+from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
 from aoquant.linear.prepared import PreparedModule
 from aoquant.linear.tensor import PackedTensor
@@ -240,6 +241,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
         raise ValueError(
             f"the model is sharded over ranks, and save_pretrained writes whole tensors: {fsdp.GATHER}, and save that"
         )
+    hook.refuse(model, "no checkpoint folder holds that yet: use torch.save(model.state_dict())")
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if is_packed(weight_of(m))}

@@ -1,0 +1,75 @@
+"""The config of a KV cache: formats of keys and values, and where static scales come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchao.core.config import AOBaseConfig
+
+from aoquant.formats import KVFormat, get_kv_format
+
+SCHEMA = 1  # as config.SCHEMA: of checkpoints
+SCALES = ("pow2", "amax")
+
+
+@dataclass
+class KVCacheConfig(AOBaseConfig):
+    """Quantise what attention modules write into their KV cache.
+
+    format: "fp8", "fp8-e5m2", "fp8-token-head", "int8-token-head", "int4-token-head", "q8_0", "q4_0" or "nvfp4". key,
+        value: another format for one of the two.
+    scale: of "fp8", "fp8-e5m2" and "nvfp4": what `aoquant.calibrate` makes of the largest magnitude. "pow2" is the
+        power of two at or above amax / 448 (57344, 2688), under which engines write the same bytes on every device;
+        "amax" is that ratio itself; a number is the scale.
+    per: "tensor" or "head", static scales of each key-value head.
+    query: "fp8" where the engine casts queries too, under a scale q_scale of their own.
+
+    Raises:
+        ValueError: no format has that name, or the fields do not go together.
+    """
+
+    format: str = "fp8"
+    scale: str | float = "pow2"
+    per: str = "tensor"
+    query: str | None = None
+    key: str | None = None
+    value: str | None = None
+    version: int = field(default=SCHEMA, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        formats = (self.k_format, self.v_format)  # a wrong name is an error here
+        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not (number and 0 < float(self.scale) < float("inf")) and self.scale not in SCALES:
+            raise ValueError(f"KVCacheConfig: scale is 'pow2', 'amax' or a finite number above 0, got {self.scale!r}")
+        for name, known in (("per", ("tensor", "head")), ("query", (None, "fp8"))):
+            if (got := getattr(self, name)) not in known:
+                raise ValueError(f"KVCacheConfig: {name} is one of {', '.join(map(repr, known))}, got {got!r}")
+        if not any(f.static for f in formats) and (self.scale, self.per) != ("pow2", "tensor"):
+            raise ValueError(
+                f"KVCacheConfig: {self.k_format.name} makes its scales from each token and head: leave out scale and per"
+            )
+        if self.version > SCHEMA:
+            raise ValueError(
+                f"KVCacheConfig: the checkpoint has schema {self.version}, and this aoquant reads schemas up to {SCHEMA}: "
+                "upgrade aoquant, or save the checkpoint again with this version"
+            )
+
+    @property
+    def k_format(self) -> KVFormat:
+        """The format of keys."""
+        return get_kv_format(self.key or self.format, "k")
+
+    @property
+    def v_format(self) -> KVFormat:
+        """The format of values."""
+        return get_kv_format(self.value or self.format, "v")
+
+
+def as_kv_config(given: Any) -> KVCacheConfig | None:
+    """Return a KVCacheConfig for one, for the name of a format, and None for None."""
+    if given is None or isinstance(given, KVCacheConfig):
+        return given
+    if not isinstance(given, str):
+        raise ValueError(f"kv_cache takes the name of a KV format or a KVCacheConfig, got {given!r}")
+    return KVCacheConfig(given)

@@ -1,0 +1,168 @@
+"""Which attention module gets which KV-cache config, and the rest of a config, which is for layers.
+
+A KV config stands beside a base (`QATConfig(base, kv_cache=...)`), alone, or as a value of `FqnToConfig`, whose keys
+name attention modules then. A name with None leaves a module out. Convert takes what was prepared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torchao.quantization import FqnToConfig
+
+from aoquant._messages import AoquantWarning, listed
+from aoquant.config import QATConfig, by_layer
+from aoquant.kv import KVCacheConfig, hook
+from aoquant.linear.kinds import is_layer
+from aoquant.linear.prepared import PreparedModule
+from aoquant.planning.choose import Filter, key_of
+from aoquant.planning.plan import ours
+
+
+@dataclass
+class CachePlan:
+    """What `quantize_` does to KV caches. layers: the config of layers; None where there is none.
+
+    prepared, quantised: configs of modules by name. converted: names of prepared modules.
+    """
+
+    layers: Any
+    prepared: dict[str, KVCacheConfig] = field(default_factory=dict)
+    quantised: dict[str, KVCacheConfig] = field(default_factory=dict)
+    converted: list[str] = field(default_factory=list)
+
+    def apply(self, model: nn.Module) -> None:
+        """Attach and convert."""
+        for converted, configs in ((False, self.prepared), (True, self.quantised)):
+            for fqn, config in configs.items():
+                hook.attach(model.get_submodule(fqn), fqn, config, converted=converted)
+        done = {fqn: model.get_submodule(fqn) for fqn in (*self.converted, *self.quantised)}
+        for module in done.values():
+            module.kv_quant.converted = True  # type: ignore[union-attr]
+        if names := hook.uncalibrated(done.values()):
+            warnings.warn(
+                f"the KV-cache scales of {len(names)} attention module(s), such as {names[0]}, are 1.0, as engines take them "
+                "where a checkpoint has none: call aoquant.calibrate(model, batches) before convert, or give scale=1.0",
+                AoquantWarning,
+                stacklevel=4,
+            )
+
+
+def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> CachePlan:
+    """Split `config` into what layers get and what KV caches get, and check the latter.
+
+    filter_fn: chooses attention modules where the config is for caches alone; beside a base it chooses layers.
+
+    Raises:
+        ValueError: naming each attention module whose cache cannot have its config.
+    """
+    found = CachePlan(config)
+    config = ours(config)
+    if not _concerns_caches(model, config):
+        return found
+    modules = {fqn: m for fqn, m in hook.attentions(model).items() if not hook.shares(m)}
+    found.layers = _of_layers(model, modules, config)
+    if found.layers is not None:
+        filter_fn = None
+    for fqn, module in modules.items():
+        own = _of_cache(config, fqn)
+        if own is None or (filter_fn is not None and not filter_fn(module, fqn)):
+            continue
+        quant = getattr(module, "kv_quant", None)
+        if isinstance(own, QATConfig) and own.step == "convert":
+            if quant is not None and not quant.converted:
+                found.converted.append(fqn)
+        elif isinstance(own, QATConfig):
+            found.prepared[fqn] = own.kv_cache
+        else:
+            found.quantised[fqn] = own
+    _check(model, found, skip_incompatible)
+    if found.layers is None and not (found.prepared or found.quantised or found.converted):
+        raise ValueError(
+            f"nothing to quantise: the {type(model).__name__} has no attention module with a KV cache that the config names"
+        )
+    return found
+
+
+def _concerns_caches(model: nn.Module, config: Any) -> bool:
+    if isinstance(config, FqnToConfig):
+        values = [ours(c) for c in config.fqn_to_config.values()]
+    else:
+        values = [config]
+    if any(isinstance(c, KVCacheConfig) or getattr(c, "kv_cache", None) is not None for c in values):
+        return True
+    if isinstance(base := getattr(config, "base_config", None), FqnToConfig):
+        return _concerns_caches(model, base)
+    return any(getattr(c, "step", "") == "convert" for c in values) and bool(hook.quantised(model))
+
+
+def _of_cache(config: Any, fqn: str) -> Any:
+    """Return the config of one attention module: a KVCacheConfig, a QATConfig with one or of convert, or None."""
+    config = ours(config)
+    if isinstance(config, QATConfig) and isinstance(base := config.base_config, FqnToConfig):
+        key = key_of(base.fqn_to_config, fqn, default=False)
+        own = base.fqn_to_config[key] if key else config.kv_cache
+        own = own if isinstance(own, KVCacheConfig) or own is None else config.kv_cache
+        return own and dataclasses.replace(config, base_config=None, kv_cache=own)
+    if isinstance(config, FqnToConfig):
+        key = key_of(config.fqn_to_config, fqn, default=True)
+        return _of_cache(config.fqn_to_config[key], fqn) if key else None
+    if isinstance(config, QATConfig):
+        return config if config.kv_cache is not None or config.step == "convert" else None
+    return config if isinstance(config, KVCacheConfig) else None
+
+
+def _of_layers(model: nn.Module, modules: dict[str, nn.Module], config: Any) -> Any:
+    """Return `config` without what it says of caches; None if it says nothing else."""
+    if isinstance(config, KVCacheConfig):
+        return None
+    if isinstance(config, QATConfig):
+        base = config.base_config
+        if isinstance(base, FqnToConfig):
+            base = _of_layers(model, modules, base)
+        parts = config.activation_config is not None or config.weight_config is not None
+        if config.step == "convert":
+            prepared = any(isinstance(m, PreparedModule) for m in model.modules())
+            return dataclasses.replace(config, base_config=base, kv_cache=None) if prepared else None
+        return dataclasses.replace(config, base_config=base, kv_cache=None) if base is not None or parts else None
+    if not isinstance(config, FqnToConfig):
+        return config
+    layers = {fqn for fqn, m in model.named_modules() if is_layer(m)}
+    kept = {}
+    for key, value in config.fqn_to_config.items():
+        alone = {key: None}
+        names_cache = any(key_of(alone, fqn, default=False) for fqn in modules)
+        if value is None and names_cache and not any(key_of(alone, fqn, default=False) for fqn in layers):
+            continue
+        own = _of_layers(model, modules, ours(value))
+        if own is not None or value is None:
+            kept[key] = own
+    return by_layer(kept) if any(v is not None for v in kept.values()) else None
+
+
+def _check(model: nn.Module, found: CachePlan, skip_incompatible: bool) -> None:
+    """Raise ValueError for caches that cannot have their config, or leave them out with a warning."""
+    problems = {}
+    for fqn, config in (*found.prepared.items(), *found.quantised.items()):
+        module = model.get_submodule(fqn)
+        reason = hook.why_not(module, config)
+        if reason is None and getattr(module, "kv_quant", None) is not None:
+            reason = "its KV cache is quantised already: convert it, or call aoquant.unprepare"
+        if reason is not None:
+            problems[fqn] = f"{fqn}: {reason}"
+    if problems and not skip_incompatible:
+        raise ValueError(
+            f"{len(problems)} KV cache(s) cannot be quantised; the model is unchanged:{listed(problems.values())}\nLeave a "
+            "module out with None for its name in FqnToConfig, or all of these with skip_incompatible=True"
+        )
+    for fqn in problems:
+        found.prepared.pop(fqn, None)
+        found.quantised.pop(fqn, None)
+    if problems:
+        warnings.warn(
+            f"{len(problems)} KV cache(s) stay unquantised:{listed(problems.values())}", AoquantWarning, stacklevel=4
+        )

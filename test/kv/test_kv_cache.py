@@ -1,0 +1,329 @@
+"""KV caches: what attention reads is a function of the stored bytes, prepared, converted, with and without a cache."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from torchao.core.config import config_from_dict, config_to_dict
+from torchao.quantization import FqnToConfig
+from transformers import (
+    BertConfig,
+    BertModel,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.cache_utils import Fp8QuantizedLayer
+
+import aoquant
+from aoquant import AoquantWarning, KVCacheConfig, QATConfig, calibrate, quantize_
+from aoquant.formats.kv import KV_NAMES
+from aoquant.kv import hook
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+FAMILIES = ("llama", "qwen3", "gemma3", "deepseek_v3")
+
+
+def model(family: str = "llama", implementation: str = "eager"):
+    torch.manual_seed(0)
+    if family == "llama":
+        config, kind = LlamaConfig(**SIZES), LlamaForCausalLM
+    elif family == "qwen3":
+        config, kind = Qwen3Config(**SIZES), Qwen3ForCausalLM
+    elif family == "gemma3":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        config = Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=32)
+        kind = Gemma3ForCausalLM
+    else:
+        sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 4} | {"head_dim": 32}
+        latent = {
+            "kv_lora_rank": 32,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        }
+        experts = {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        config = DeepseekV3Config(**sizes, **latent, **experts, first_k_dense_replace=2)
+        kind = DeepseekV3ForCausalLM
+    config._attn_implementation = implementation
+    return kind(config).bfloat16().eval()
+
+
+def prepared(family: str = "llama", implementation: str = "eager", **config):
+    made = model(family, implementation)
+    quantize_(made, QATConfig(KVCacheConfig(**{"format": "fp8", "scale": 0.0625} | config), step="prepare"))
+    return made
+
+
+def of(name: str) -> dict:
+    static = name in ("fp8", "fp8-e5m2", "nvfp4")
+    return (
+        {"format": name, "scale": 2.0**-9 if name == "nvfp4" else 2.0**-4}
+        if static
+        else {"format": name, "scale": "pow2"}
+    )
+
+
+def recorded(made, **call):
+    """Logits, and what reaches attention as keys and values in every layer."""
+    seen = []
+    original = hook.fake
+
+    def record(x, *args):
+        seen.append(original(x, *args))
+        return seen[-1]
+
+    hook.fake = record
+    try:
+        with torch.no_grad():
+            out = made(IDS if "input_ids" not in call else call.pop("input_ids"), **call)
+    finally:
+        hook.fake = original
+    return out, seen
+
+
+def generated(made, **options):
+    out = made.generate(
+        IDS[:1, :9], max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
+    )
+    return out.sequences, torch.stack(out.logits), out.past_key_values if hasattr(out, "past_key_values") else out.cache
+
+
+def cells(formats):
+    every = [(f, n, i) for f in FAMILIES for n in formats for i in ("eager", "sdpa")]
+    quick = {("llama", "int8-token-head", "sdpa"), *((f, "fp8", "eager") for f in FAMILIES)}
+    return [pytest.param(*c, marks=() if c in quick else pytest.mark.slow) for c in every]
+
+
+@pytest.mark.parametrize(("family", "name", "implementation"), cells(KV_NAMES))
+def test_prepared(family: str, name: str, implementation: str) -> None:
+    made = prepared(family, implementation, **of(name))
+    plain, values = recorded(made, use_cache=False)
+    assert not torch.equal(plain.logits, model(family, implementation)(IDS, use_cache=False).logits)
+    cached, same = recorded(made, use_cache=True)
+    assert torch.equal(plain.logits, cached.logits)
+    assert len(values) == 2 * len(hook.quantised(made)) and all(map(torch.equal, values, same))
+    _, alone = recorded(made, input_ids=IDS[:1], use_cache=False)
+    assert torch.equal(values[0][:1], alone[0]), "a token's bytes depend on the batch"
+    if implementation == "eager":  # sdpa's kernels depend on the number of queries
+        made_cache = made(IDS[:, :9]).cache
+        steps = [made(IDS[:, i : i + 1], past_key_values=made_cache).logits for i in range(9, 12)]
+        assert torch.equal(torch.cat(steps, 1), cached.logits[:, 9:])
+
+
+@pytest.mark.parametrize(("family", "name", "implementation"), cells(KV_NAMES))
+def test_converted_generates_the_same_from_bytes(family: str, name: str, implementation: str) -> None:
+    made = prepared(family, implementation, **of(name))
+    tokens, logits, floats = generated(made)
+    plain = made(IDS, use_cache=False).logits
+    quantize_(made, QATConfig(step="convert"))
+    packed_tokens, packed_logits, packed = generated(made)
+    assert torch.equal(tokens, packed_tokens) and torch.equal(logits, packed_logits)
+    assert torch.equal(plain, made(IDS, use_cache=False).logits)
+    for before, after in zip(floats.layers, packed.layers, strict=True):
+        assert after.keys.dtype == after.values.dtype == torch.uint8
+        assert after.keys.shape[:3] == before.keys.shape[:3]
+        k = made.model.layers[0].self_attn.kv_quant.config.k_format
+        assert after.keys.shape[3] == k.row_bytes(before.keys.shape[3]) + k.scale_bytes < 2 * before.keys.shape[3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_static_cache(family: str) -> None:
+    made = prepared(family)
+    tokens, logits, _ = generated(made)
+    quantize_(made, QATConfig(step="convert"))
+    static, same, cache = generated(made, cache_implementation="static", disable_compile=True)
+    assert torch.equal(tokens, static) and torch.equal(logits, same)
+    assert all(layer.keys.dtype == torch.uint8 for layer in cache.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients(family: str) -> None:
+    made = prepared(family).train()
+    made(IDS, labels=IDS).loss.backward()
+    grads = {n: p.grad.clone() for n, p in made.named_parameters()}
+    assert all(g.abs().sum() > 0 for n, g in grads.items() if "experts" not in n)
+    made.zero_grad()
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    made(IDS, labels=IDS).loss.backward()
+    assert all(torch.equal(p.grad, grads[n]) for n, p in made.named_parameters())
+
+
+def test_gradients_are_straight_through() -> None:
+    x = torch.randn(2, 3, 4, 64, dtype=torch.bfloat16).requires_grad_()
+    g = torch.randn(2, 3, 4, 64).mul(1e-3).bfloat16()
+    hook.fake(x, KVCacheConfig("fp8").k_format, torch.tensor([0.0625])).backward(g)
+    assert torch.equal(x.grad, g)
+
+
+def test_converted_caches_pass_gradients() -> None:
+    made = prepared().train()
+    made(IDS, labels=IDS).loss.backward()
+    wanted = {n: p.grad.clone() for n, p in made.named_parameters()}
+    made.zero_grad()
+    quantize_(made, QATConfig(step="convert"))
+    made(IDS, labels=IDS, use_cache=True).loss.backward()
+    assert all(torch.equal(p.grad, wanted[n]) for n, p in made.named_parameters())
+
+
+@pytest.mark.parametrize("per", ["tensor", "head"])
+@pytest.mark.parametrize("scale", ["pow2", "amax"])
+def test_calibrate(scale: str, per: str) -> None:
+    made = prepared(scale=scale, per=per, query="fp8")
+    seen = {}
+    original = hook.KVQuant.watch
+    floats = model()
+    attention = made.model.layers[0].self_attn
+    hook.KVQuant.watch = lambda self, name, x: (seen.setdefault((self.fqn, name), x), original(self, name, x))[1]
+    try:
+        calibrate(made, [IDS])
+    finally:
+        hook.KVQuant.watch = original
+    k = seen["model.layers.0.self_attn", "k_scale"].float().abs()
+    amax = k.amax((0, 2, 3)).view(2, 1, 1) if per == "head" else k.amax().view(1)
+    wanted = amax / 448
+    if scale == "pow2":
+        wanted = torch.exp2(torch.log2(wanted).ceil())
+    assert torch.equal(attention.k_scale, wanted)
+    assert attention.q_scale.shape == (1,) and attention.q_scale.item() not in (0.0, 1.0)
+    noise = (made(IDS).logits - floats(IDS).logits).float().square().mean()
+    assert 0 < noise < 0.01 * floats(IDS).logits.float().square().mean()
+
+
+def test_queries() -> None:
+    with_query, without = prepared(query="fp8"), prepared()
+    assert not torch.equal(with_query(IDS).logits, without(IDS).logits)
+    with_query.train()(IDS, labels=IDS).loss.backward()
+    assert with_query.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    tokens, logits, _ = generated(with_query.eval())
+    quantize_(with_query, QATConfig(step="convert"))
+    assert all(map(torch.equal, generated(with_query)[:2], (tokens, logits)))
+
+
+def test_layers_and_cache_together() -> None:
+    made = model()
+    quantize_(made, QATConfig("int4-g32", kv_cache="fp8", step="prepare"))
+    calibrate(made, [IDS])
+    assert not hook.uncalibrated(hook.quantised(made).values())
+    logits = made(IDS).logits
+    quantize_(made, QATConfig(step="convert"))
+    assert torch.equal(made(IDS).logits, logits)
+    assert isinstance(made.model.layers[0].self_attn.q_proj.weight, aoquant.PackedTensor)
+
+
+def test_at_once_and_by_name() -> None:
+    made = model()
+    key = r"re:.*layers\.[01]\.self_attn"
+    quantize_(made, FqnToConfig({key: None, "_default": KVCacheConfig("int8-token-head")}))
+    assert list(hook.quantised(made)) == ["model.layers.2.self_attn"]
+    other = model()
+    mixed = FqnToConfig({key: KVCacheConfig("q8_0"), r"re:.*mlp\..*": aoquant.Int4WeightConfig(32)})
+    quantize_(other, mixed)
+    assert len(hook.quantised(other)) == 2
+    assert isinstance(other.model.layers[0].mlp.up_proj.weight, aoquant.PackedTensor)
+    assert not isinstance(other.model.layers[0].self_attn.q_proj.weight, aoquant.PackedTensor)
+    third = model()
+    quantize_(third, QATConfig(FqnToConfig({key: None, "_default": aoquant.Int4WeightConfig(32)}), kv_cache="q4_0"))
+    assert list(hook.quantised(third)) == ["model.layers.2.self_attn"]
+    assert isinstance(third.model.layers[0].self_attn.q_proj, aoquant.linear.prepared.QATLinear)
+
+
+def test_uncalibrated_scales_warn_once() -> None:
+    made = prepared(scale="pow2")
+    with pytest.warns(AoquantWarning, match="scales of 3 attention") as said:
+        quantize_(made, QATConfig(step="convert"))
+    assert len([w for w in said if "KV-cache" in str(w.message)]) == 1
+    made(IDS)
+
+
+def test_switches_copies_and_config() -> None:
+    made, plain = prepared(), model()(IDS).logits
+    quantised = made(IDS).logits
+    assert aoquant.set_fake_quant(made, False) == 3 and torch.equal(made(IDS).logits, plain)
+    aoquant.set_fake_quant(made, True)
+    twin = copy.deepcopy(made)
+    assert aoquant.unprepare(made) == 3 and torch.equal(made(IDS).logits, plain)
+    assert not any("scale" in name for name in made.state_dict())
+    assert torch.equal(twin(IDS).logits, quantised)
+    config = KVCacheConfig("fp8", scale=0.5, per="head", value="q8_0")
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    assert dataclasses.replace(config, key="nvfp4").k_format.name == "nvfp4"
+
+
+def test_compiles_in_one_graph() -> None:
+    made = prepared(implementation="sdpa")
+    with torch.no_grad():
+        wanted = made(IDS, use_cache=False).logits
+        found = torch.compile(made, fullgraph=True, backend="eager")(IDS, use_cache=False).logits
+    assert torch.equal(wanted, found)
+
+
+def test_refusals() -> None:
+    bert = BertModel(
+        BertConfig(vocab_size=9, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    )
+    with pytest.raises(ValueError, match=r"encoder\.layer\.0\.attention.*EncoderDecoderCache"):
+        quantize_(bert, KVCacheConfig())
+    with pytest.raises(ValueError, match=r"layers\.\*\.self_attn.*one scale for all heads"):
+        prepared("deepseek_v3", per="head")
+    with pytest.raises(ValueError, match="is quantised already"):
+        quantize_(prepared(), QATConfig(KVCacheConfig(), step="prepare"))
+    with pytest.raises(ValueError, match="no attention module"):
+        quantize_(torch.nn.Linear(4, 4), KVCacheConfig())
+    small = SIZES | {"head_dim": 24}
+    with pytest.raises(ValueError, match=r"self_attn.*that 16 divides, got 24"):
+        quantize_(LlamaForCausalLM(LlamaConfig(**small)), KVCacheConfig("nvfp4"))
+    for wrong in (
+        {"format": "int9"},
+        {"scale": 0.0},
+        {"per": "row"},
+        {"query": "int8"},
+        {"format": "q8_0", "scale": 2.0},
+    ):
+        with pytest.raises(ValueError, match="KV"):
+            KVCacheConfig(**wrong)
+    with pytest.raises(ValueError, match="kv_cache"):
+        QATConfig("int4-g32", kv_cache=8)
+    made = prepared()
+    cache = made(IDS).cache
+    quantize_(made, QATConfig(step="convert"))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*new\s+cache"):
+        made(IDS[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        calibrate(prepared(scale=1.0), [IDS])
+
+
+def test_transformers_quantised_cache_is_refused() -> None:
+    class Cache:  # of layers that need no other package
+        layers = [Fp8QuantizedLayer.__new__(Fp8QuantizedLayer)]
+
+    passing = hook.Passing(prepared().model.layers[0].self_attn, Cache())
+    x = torch.zeros(1, 2, 1, 32)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*Fp8QuantizedLayer quantises"):
+        passing.update(x, x, 0)
+
+
+def test_writers_refuse_what_they_would_leave_out(tmp_path) -> None:
+    made = prepared()
+    quantize_(made, QATConfig(step="convert"))
+    for write in (aoquant.save_pretrained, aoquant.export):
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn: the KV cache of 3"):
+            write(made, tmp_path / "out")
