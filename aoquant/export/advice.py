@@ -34,6 +34,8 @@ def other_formats(source: Source, target: str) -> Callable[[Iterable[Weight]], s
 def _takes(source: Source, weights: list[Weight], format: str) -> bool:
     try:
         store = import_module(f"aoquant.export.{CHECKS[format]}").store
+        if format != "gguf" and source.embeddings() & {weight.module for weight in weights}:
+            return False
         if format == "gguf":
             import_module("aoquant.export.gguf_arch").find(source.config)
         for weight in weights:

@@ -11,7 +11,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -64,19 +64,29 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
                     f"it is torchao's {weight.tensor_class}",
                     "train with a config of aoquant's, such as IntxWeightConfig(4, 128)",
                 )
-            if module in embeddings:
-                raise Unfit("it is an embedding, and engines read embeddings as floats", "leave it out of quantize_")
-            if not isinstance(owner := source.modules.get(module, nn.Linear(1, 1, device="meta")), nn.Linear):
+            if module in embeddings and target != "gguf":
+                raise Unfit(
+                    f"it is an embedding, and readers of {target} take embeddings as floats",
+                    "leave it out of quantize_, or out of --embeddings",
+                )
+            owner = source.modules.get(module, nn.Linear(1, 1, device="meta"))
+            if module not in embeddings and not isinstance(owner, nn.Linear):
                 raise Unfit(
                     f"it is transformers' {type(owner).__name__}, and readers of {target} quantise nn.Linear alone",
                     "save it with aoquant.save_pretrained",
                 )
             packed = weight.read(False)
             assert isinstance(packed, PackedTensor)
-            layers[module] = store(packed)
+            stored = store(packed)
+            if module in embeddings:
+                if "scale" in stored.tensors:
+                    raise Unfit("it is an embedding, and llama.cpp gives embeddings no outer scale", "train q8_0 or q4_0")
+                if weight.name not in source.tied.values():  # rows are read, and meet no activation
+                    stored = replace(stored, notes=())
+            layers[module] = stored
         except Unfit as error:
             if error.reason not in others:  # asked of one layer for each reason
-                others[error.reason] = "" if module in embeddings else others_of([weight])
+                others[error.reason] = others_of([weight])
             instead = error.beside_experts if experts else error.instead
             problems.append(f"{module}: {error.reason}. Instead: {instead}{others[error.reason]}")
             continue

@@ -1,7 +1,7 @@
 """A GGUF file: metadata, tokenizer and tensors in llama.cpp's names and order, written one layer at a time.
 
-Quantised layers are ggml blocks (`ggml_types`); embeddings, the head and what is left out keep their dtype, F16, BF16
-or F32; vectors are F32, as llama.cpp wants them. The file appears under its name when it is complete. It is written
+Quantised layers and embeddings are ggml blocks (`ggml_types`); what is left out keeps its dtype, F16, BF16 or F32;
+vectors are F32, as llama.cpp wants them. The file appears under its name when it is complete. It is written
 from its start to its end by the `gguf` library, so an interrupted export starts anew.
 """
 
@@ -202,9 +202,9 @@ def _numpy(t: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _file_type(entries: list[_Entry]) -> int:
-    """llama.cpp's name for the mixture: that of most of the file's bytes."""
+    """llama.cpp's name for the mixture: that of most of the blocks' bytes, whatever embedding and head are."""
     sizes: dict[str, int] = {}
-    for entry in entries:
+    for entry in [e for e in entries if e.name.startswith("blk.")] or entries:
         sizes[entry.type.name] = sizes.get(entry.type.name, 0) + entry.nbytes
     most = max((name for name in sizes if name not in ("F32", "F16", "BF16")), key=lambda name: sizes[name])
     known = {t.name: t.value for t in gguf.LlamaFileType}
