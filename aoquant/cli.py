@@ -150,6 +150,8 @@ def convert(
     recipe: str,
     out: Path,
     layers: tuple[str, ...] = (),
+    embeddings: bool = False,
+    embeddings_recipe: str | None = None,
     skip: tuple[str, ...] = (),
     skip_incompatible: bool = False,
     max_shard_size: str = "5GB",
@@ -167,7 +169,7 @@ def convert(
 
     The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
     aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
-    complete. Output heads and routers are left in high precision unless --layers names them.
+    complete. Output heads, embeddings and routers stay in high precision unless --embeddings or --layers names them.
 
     Args:
         model: folder with config.json and safetensors files, of a model that transformers knows.
@@ -176,6 +178,8 @@ def convert(
         out: folder to write; must not exist, or be empty.
         layers: NAME ... quantises these layers alone; NAME=RECIPE ... gives some layers another recipe. NAME is a
             layer's name, or re: and a pattern for all of it, such as 're:.*down_proj=int8-weight'.
+        embeddings: quantise embeddings and the output head too; a tied pair keeps one weight.
+        embeddings_recipe: the same under another recipe, such as gguf-q8_0.
         skip: layers to leave in high precision, by NAME.
         skip_incompatible: leave out layers that cannot take their recipe, and list them, instead of stopping.
         max_shard_size: of the files written, such as 5GB or 500MB.
@@ -190,6 +194,12 @@ def convert(
     from aoquant.recipes import mixed
 
     config = mixed(recipe, layers, skip)  # a wrong name is an error before transformers is imported
+    if embeddings or embeddings_recipe:
+        from aoquant.integrations.plans import with_embeddings
+        from aoquant.integrations.stream import model_on_meta
+
+        all_layers = with_embeddings(model_on_meta(model, dtype), embeddings_recipe or recipe, layers, skip)
+        config = mixed(recipe, all_layers, skip)
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq gptq, and gptq needs it, got {ptq} and {calibrate}")
     if calibrate is not None:

@@ -80,7 +80,9 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
             stored = store(packed)
             if module in embeddings:
                 if "scale" in stored.tensors:
-                    raise Unfit("it is an embedding, and llama.cpp gives embeddings no outer scale", "train q8_0 or q4_0")
+                    raise Unfit(
+                        "it is an embedding, and llama.cpp gives embeddings no outer scale", "train q8_0 or q4_0"
+                    )
                 if weight.name not in source.tied.values():  # rows are read, and meet no activation
                     stored = replace(stored, notes=())
             layers[module] = stored

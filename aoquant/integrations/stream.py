@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
+from transformers import PreTrainedModel
 
 from aoquant._messages import check_path
 from aoquant.config import named
@@ -27,7 +28,7 @@ from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import Staged, check_free
 from aoquant.files.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
 from aoquant.integrations.progress_lines import progress
-from aoquant.integrations.skeleton import Skeleton, build
+from aoquant.integrations.skeleton import Skeleton, build, empty_model
 from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage
 from aoquant.tools.doctor import check_device
@@ -130,6 +131,15 @@ def convert_checkpoint(
     seconds = time.monotonic() - began
     counts = len(skeleton.layers), len(skeleton.files), read, skeleton.size, n
     return Converted(out, *counts, seconds, skeleton.skipped, skeleton.coverage)
+
+
+def model_on_meta(model: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """Return the model of a float checkpoint without its values, which `convert_checkpoint` plans.
+
+    Raises:
+        ValueError: the folder holds no float checkpoint of a model that transformers knows.
+    """
+    return empty_model(model, _stored(model), dtype)
 
 
 def _stored(source: Path) -> dict[str, StoredTensor]:

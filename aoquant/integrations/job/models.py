@@ -17,7 +17,7 @@ from aoquant.calibrate import uncalibrated
 from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
-from aoquant.integrations.plans import checked_plan
+from aoquant.integrations.plans import checked_plan, with_embeddings
 from aoquant.integrations.text import ONE_TEXT, Documents, assets
 from aoquant.linear.direct_reads import Watch
 from aoquant.planning import coverage
@@ -111,13 +111,8 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
         return recipe.prepare(seed=o.seed)
 
     layers = list(o.layers)
-    if o.embeddings:
-        named = {entry.rpartition("=")[0] or entry for entry in layers} | set(o.skip)
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        wanted = (
-            fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)
-        )
-        layers += [f"{fqn}={o.recipe}" for fqn in wanted if fqn not in named]
+    if o.embeddings or o.embeddings_recipe:
+        layers = with_embeddings(model, o.embeddings_recipe or o.recipe, layers, o.skip)
     config = mixed(o.recipe, layers, o.skip, make=make)
     found = checked_plan(model, config, skip_incompatible=o.skip_incompatible)
     skipped = {**found.skipped, **_read_directly(model, found, o)}

@@ -53,6 +53,8 @@ class Layers:
     """A name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION."""
     embeddings: bool = False
     """Quantise embeddings and the output head too; a tied pair keeps one weight."""
+    embeddings_recipe: str | None = None
+    """The same under another recipe, such as gguf-q8_0."""
     layers: list[str] = field(default_factory=list)
     """NAME ... quantises these layers alone; NAME=RECIPE ... gives some layers another recipe. NAME is a layer's name,
     or re: and a pattern for the whole of it, such as 're:.*down_proj'."""
@@ -166,7 +168,8 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
 
     def check(self) -> None:
         """Raise ValueError for anything that would only fail after minutes of work and needs no model to be seen."""
-        for recipe in (self.recipe, *(e.rpartition("=")[2] for e in self.layers if "=" in e)):
+        named = [e.rpartition("=")[2] for e in self.layers if "=" in e]
+        for recipe in filter(None, (self.recipe, self.embeddings_recipe, *named)):
             config = mixed(recipe)
             for base in each(config):
                 check_storable(resolve(base).tensor, f"recipe {recipe}")
