@@ -10,6 +10,10 @@ from support.linear_cases import BF16, BY_NAME, assert_equal, data
 from support.packed_cases import cases, packed, same
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from aoquant import PackedTensor, get_format
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -72,3 +76,15 @@ def test_a_compiled_step_has_one_op_and_guards_on_no_subclass() -> None:
     ops = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function" and "aoquant" in str(n.target)]
     assert ops == ["aoquant.matmul.default"]
     assert not [g.name for g in guards if "weight" in g.name]
+
+
+def test_codes_whose_rows_are_a_symbol_make_a_packed_tensor() -> None:
+    """A compiler's codes are of a tensor that was checked; their number of rows has no value yet."""
+    f = get_format("int4-g32")
+    e = f.encode(torch.randn(24, 64, dtype=torch.bfloat16))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    codes, scale, zero = (mode.from_tensor(t, symbolic_context=rows) for t in (e.codes, e.scale, e.zero))
+    with mode:
+        w = PackedTensor(codes, f.name, "", "dequantize", 64, torch.bfloat16, scale, zero)
+    assert isinstance(w.shape[0], torch.SymInt) and w.shape[1] == 64

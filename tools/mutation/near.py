@@ -168,6 +168,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "linear/": ("linear/test_prepared_converted.py::test_ragged_shapes", "linear/test_as_nn_linear.py"),
     "linear/direct_reads.py": ("model/test_direct_reads.py",),
     "experts/": (*_EXPERTS, *_PACKED_EXPERTS),
+    "experts/prepared.py": (*_EXPERTS, *_PACKED_EXPERTS, "linear/test_experts.py::test_a_traced_model_is_the_eager_one"),
+    "linear/packed_parts.py": ("linear/test_packed_compiled.py", "integrations/test_parts_fit.py"),
     "experts/sharded.py": ("distributed/test_placements.py", *_EXPERTS),
     "experts/routers.py": ("model/test_routing.py",),
     "_messages.py": ("model/test_arguments.py", "model/test_undo.py"),
