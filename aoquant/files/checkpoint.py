@@ -56,7 +56,7 @@ def check(directory: Path) -> dict[str, str]:
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
     if lost := _lost(wanted, stored - tensors.keys()):
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
-    if not quantised:
+    if not quantised and "KVCacheConfig" not in json.dumps(_quantization(directory)):
         raise ValueError(
             f"{directory}: config.json promises quantised weights and all of them are float: quantise, then "
             "aoquant.save_pretrained"

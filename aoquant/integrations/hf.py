@@ -241,12 +241,16 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
         raise ValueError(
             f"the model is sharded over ranks, and save_pretrained writes whole tensors: {fsdp.GATHER}, and save that"
         )
-    hook.refuse(model, "no checkpoint folder holds that yet: use torch.save(model.state_dict())")
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if is_packed(weight_of(m))}
     stacks = _stack_configs(model)
-    configs |= stacks
+    caches = hook.quantised(model)
+    if prepared := [fqn for fqn, m in caches.items() if not m.kv_quant.converted]:
+        raise ValueError(
+            f"{prepared[0]}: its KV cache is prepared and not converted: call quantize_(model, QATConfig(step='convert'))"
+        )
+    configs |= stacks | {fqn: m.kv_quant.config for fqn, m in caches.items()}
     if not configs:
         raise ValueError(
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float "

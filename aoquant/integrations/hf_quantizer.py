@@ -35,6 +35,7 @@ from aoquant.files import checksums
 from aoquant.files.stored_names import wide_dtype
 from aoquant.hybrid import HybridConfig
 from aoquant.integrations.fp_quant import from_fp_quant
+from aoquant.kv import KVCacheConfig, hook
 from aoquant.linear.packed import adopt
 from aoquant.planning.plan import ours
 from aoquant.quantize import quantize_
@@ -67,7 +68,8 @@ class Quantizer(TorchAoHfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a weight is packed as it is loaded: none, where the whole model is prepared afterwards."""
-        return not trains(self.quantization_config) and bool(
+        scale = param_name.rpartition(".")[2] in hook.SCALES  # of a KV cache, whose module a config names
+        return not (scale or trains(self.quantization_config)) and bool(
             super().param_needs_quantization(model, param_name, **kwargs)
         )
 
@@ -113,6 +115,8 @@ class Quantizer(TorchAoHfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, *args, **kwargs)
+        if not trains(self.quantization_config):
+            _attach_caches(model, self.quantization_config.quant_type)
         # before anything is built: transformers only logs what building raises
         _check_classes(model, getattr(self, "metadata", {}))
 
@@ -182,6 +186,22 @@ def trains(config: Any) -> bool:
     base = config.quant_type
     every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
     return any(isinstance(c, HybridConfig) or getattr(ours(c), "step", None) == "prepare" for c in every)
+
+
+def _attach_caches(model: Any, base: Any) -> None:
+    """Quantise the KV caches that a checkpoint names, before its scales are loaded.
+
+    Raises:
+        ValueError: the model has no such module, or the module cannot have its config.
+    """
+    named = base.fqn_to_config if isinstance(base, FqnToConfig) else {}
+    found = hook.attentions(model)
+    for fqn, config in named.items():
+        if isinstance(config, KVCacheConfig):
+            reason = hook.why_not(found[fqn], config) if fqn in found else "the model has no such attention module"
+            if reason is not None:
+                raise ValueError(f"{fqn}: the checkpoint quantises its KV cache, and {reason}")
+            hook.attach(found[fqn], fqn, config, converted=True)
 
 
 def _release(quantizer: HfQuantizer, model: Any) -> None:
@@ -260,7 +280,7 @@ def needs_aoquant(config: Any) -> bool:
     """Return whether a TorchAoConfig holds configs of aoquant's, which cannot be read without it."""
     base = config.quant_type
     every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
-    return any(isinstance(c, WeightConfig) for c in every)
+    return any(isinstance(c, WeightConfig | KVCacheConfig) for c in every)
 
 
 def forget_rebuilding(model: Any) -> None:

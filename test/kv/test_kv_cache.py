@@ -64,7 +64,7 @@ def model(family: str = "llama", implementation: str = "eager"):
         config = DeepseekV3Config(**sizes, **latent, **experts, first_k_dense_replace=2)
         kind = DeepseekV3ForCausalLM
     config._attn_implementation = implementation
-    return kind(config).bfloat16().eval()
+    return kind._from_config(config, dtype=torch.bfloat16).eval()
 
 
 def prepared(family: str = "llama", implementation: str = "eager", **config):
@@ -323,7 +323,26 @@ def test_transformers_quantised_cache_is_refused() -> None:
 
 def test_writers_refuse_what_they_would_leave_out(tmp_path) -> None:
     made = prepared()
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*not converted"):
+        aoquant.save_pretrained(made, tmp_path / "out")
     quantize_(made, QATConfig(step="convert"))
-    for write in (aoquant.save_pretrained, aoquant.export):
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn: the KV cache of 3"):
-            write(made, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: the KV cache of 3"):
+        aoquant.export(made, tmp_path / "out")
+
+
+@pytest.mark.parametrize("base", ["int4-g32", None])
+@pytest.mark.parametrize("config", [KVCacheConfig("fp8", "amax", per="head", query="fp8"), KVCacheConfig("q8_0")])
+def test_checkpoints(tmp_path, config: KVCacheConfig, base: str | None) -> None:
+    made = model()
+    quantize_(made, QATConfig(base, kv_cache=config))
+    if config.k_format.static:
+        calibrate(made, [IDS])
+    quantize_(made, QATConfig(step="convert"))
+    aoquant.save_pretrained(made, tmp_path / "out")
+    loaded = aoquant.load_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert [m.kv_quant.config for m in hook.quantised(loaded).values()] == 3 * [config]
+    scales = {name: t for name, t in made.named_buffers() if name.endswith("_scale")}
+    assert len(scales) == (9 if config.k_format.static else 0)
+    for name, scale in scales.items():
+        assert torch.equal(loaded.get_buffer(name), scale), name
+    assert all(map(torch.equal, generated(loaded)[:2], generated(made)[:2]))
