@@ -127,3 +127,13 @@ def test_chunks_have_the_gradients_of_the_whole(
     assert task.backward(student, ids_BT, loss) == pytest.approx(float(value.detach()), rel=1e-4)
     for p, gradient in zip(student.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
+    publish = importlib.import_module("real_models.publish")
+    gemma, minilm = publish.read("real_gemma_first"), publish.read("real_minilm")
+    page = (ROOT / publish.PAGE).read_text(encoding="utf-8")
+    for name, made in publish.contents(gemma, minilm).items():
+        assert f"<!-- {name} -->\n\n{made}\n\n<!-- end of {name} -->" in page
+    ours = [line for line in gemma if line["stage"] == "qat" and not line["served"]]
+    assert ours and [line["row"] for line in ours if line["equal"] != "True"] == []
