@@ -21,7 +21,7 @@ from torch import nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
-from transformers.integrations.torchao import TorchAoDeserialize
+from transformers.integrations.torchao import TorchAoDeserialize, TorchAoQuantize
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_fp_quant import FPQuantHfQuantizer
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
@@ -88,6 +88,9 @@ class Quantizer(TorchAoHfQuantizer):
         for conversion in conversions:
             conversion.operations = [Rebuild(self)]
         return conversions
+
+    def get_quantize_ops(self) -> Any:
+        return Quantize(self)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the content of a checkpoint: plain tensors, and each file's metadata with the checksums.
@@ -243,18 +246,35 @@ def _described(cls: str, transposed: bool) -> str:
 
 
 class Rebuild(TorchAoDeserialize):
-    """transformers' step that rebuilds a tensor subclass, in the dtype that a float weight would get in its place.
-
-    It calls the whole module initialised. One with buffers that no file holds, such as Gemma's embed_scale, is not yet.
-    """
+    """transformers' step that rebuilds a tensor subclass, in the dtype that a float weight would get in its place."""
 
     def convert(self, input_dict: Any, *, model: Any, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
         dtype = model.get_parameter(full_layer_name).dtype  # of the empty parameter that is filled
         dtype = wide_dtype(model, full_layer_name, dtype) or dtype
         rebuilt = super().convert(input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
-        module = model.get_submodule(full_layer_name.rpartition(".")[0])
-        module._is_hf_initialized = not module._non_persistent_buffers_set
+        _ask_for_buffers(model, full_layer_name)
         return {name: weight.to(dtype) for name, weight in rebuilt.items()}
+
+
+class Quantize(TorchAoQuantize):
+    """transformers' step that quantises a weight as it is loaded."""
+
+    def convert(self, input_dict: Any, *, model: Any, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = super().convert(
+            input_dict, model=model, full_layer_name=full_layer_name, **kwargs
+        )
+        _ask_for_buffers(model, full_layer_name)
+        return made
+
+
+def _ask_for_buffers(model: Any, weight: str) -> None:
+    """Let transformers fill the buffers that no file holds, such as Gemma's embed_scale, in the module of a weight.
+
+    Both steps call the whole module initialised, and it would keep buffers of unwritten memory. Its parameters have a
+    mark of their own and stay.
+    """
+    module = model.get_submodule(weight.rpartition(".")[0])
+    module._is_hf_initialized = not module._non_persistent_buffers_set
 
 
 class NotedConfig(TorchAoConfig):

@@ -21,6 +21,7 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    TorchAoConfig,
     XGLMConfig,
     XGLMForCausalLM,
 )
@@ -65,11 +66,27 @@ def logits(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=IDS).logits
 
 
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' empty_like, which makes buffers that no file holds, return NaN."""
+    stock = torch.empty_like
+
+    def empty_like(like: torch.Tensor, **how: Any) -> torch.Tensor:
+        made = stock(like, **how)
+        return (
+            made
+            if type(made) is not torch.Tensor or made.is_meta or not made.dtype.is_floating_point
+            else made.fill_(torch.nan)
+        )
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+
+
 def config(model: nn.Module, embeddings: str, **how: Any) -> Any:
     return mixed("int4-g32", with_embeddings(model, embeddings), **how)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f == "gemma2")) for f in FAMILIES])
 def test_prepared_converted_reloaded_and_converted_on_disk_are_equal(family: str, tmp_path: Path) -> None:
     model = made(family)
     model.save_pretrained(tmp_path / "float")
@@ -106,6 +123,18 @@ def test_a_gguf_file_holds_a_quantised_embedding_beside_another_type(tied: bool,
         assert torch.equal(values, layer.weight.dequantize())
     assert tensors["blk.0.ffn_down.weight"].tensor_type == Type.Q4_0
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
+
+
+@pytest.mark.parametrize("step", [None, "prepare"])
+def test_transformers_quantises_or_prepares_as_it_loads(step: str | None, tmp_path: Path) -> None:
+    model = made("gemma3")
+    model.save_pretrained(tmp_path)
+    asked = config(model, "int8-weight", **({"make": lambda recipe: recipe.prepare()} if step else {}))
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(asked, include_input_output_embeddings=True)
+    )
+    quantize_(model, asked)
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_formats_without_quantised_embeddings_say_so(tmp_path: Path) -> None:
