@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from aoquant._messages import bar
-from aoquant.export import gguf_arch, gguf_checksum, gguf_tokenizer
+from aoquant.export import gguf_arch, gguf_checksum, gguf_tokenizer, kv_cache
 from aoquant.export.advice import other_formats
 from aoquant.export.contents import Contents, contents_of, values
 from aoquant.export.ggml_types import store
@@ -99,6 +99,7 @@ class _Decided(NamedTuple):
 def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]) -> _Decided:
     """Decide everything that the file will hold, nothing written."""
     architecture = _architecture(source)
+    kv_cache.scheme_of(source.modules, "gguf")
     contents = contents_of(source, store, skip, "gguf")
     entries = _entries(source, contents, architecture)
     writer = gguf.GGUFWriter(None, architecture.name)  # the file is named when it is written

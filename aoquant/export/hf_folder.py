@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from aoquant._register import version
+from aoquant.export import kv_cache
 from aoquant.export.contents import Contents, Store, contents_of, values
 from aoquant.export.filled_folder import Folder
 from aoquant.export.fused_checks import warn_mixed
@@ -86,7 +87,12 @@ def decide(
 ) -> tuple[Contents, Description]:
     """The contents of the folder and its description, nothing written. ValueError: what the target cannot hold."""
     contents = contents_of(source, store, skip, target)
+    scheme = kv_cache.scheme_of(source.modules, target)
+    if scheme is not None:
+        contents.floats.update(kv_cache.weights_of(source.modules, source.weights, target))
     description = describe(source, contents)
+    if scheme is not None:
+        kv_cache.describe(scheme, description, target)
     warn_mixed(source.linears(), {module: stored.scheme for module, stored in contents.layers.items()})
     return contents, description
 

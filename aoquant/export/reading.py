@@ -27,6 +27,7 @@ from aoquant._messages import AoquantWarning
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
+from aoquant.export.kv_cache import attach_scheme
 from aoquant.files.stored_names import Piece
 from aoquant.formats import Encoded, Format, Operand, get_format, layout
 from aoquant.linear.recipe import LinearRecipe
@@ -85,8 +86,8 @@ def _check_patterns(folder: Path, schemes: QuantizationConfig) -> None:
 
 
 def _check_rest(filling: Filling, schemes: QuantizationConfig) -> None:
-    """Raise ValueError for what config.json says of the layers beside their schemes and aoquant does not compute. Warn
-    of a quantised cache, which changes no layer, and drop its scales.
+    """Raise ValueError for what config.json says of the layers beside their schemes and aoquant does not compute. A
+    quantised KV cache is computed, or warned of where no format of ours is its scheme.
     """
     where, told = filling.folder / "config.json", filling.quantization
     for field in _CHANGES:
@@ -101,15 +102,15 @@ def _check_rest(filling: Filling, schemes: QuantizationConfig) -> None:
                 f"{where}: config group {name} quantises the inputs of {scheme.targets} and no weights, which aoquant does "
                 "not compute: load it with transformers or vLLM"
             )
-    if told.get("kv_cache_scheme"):
-        warnings.warn(
-            f"{where}: its kv_cache_scheme is not computed: the layers are those of the folder, and the cache of keys and "
-            "values stays float",
-            AoquantWarning,
-            stacklevel=2,
-        )
-        for name in [name for name in filling.stored if name.endswith(_CACHES)]:
-            del filling.stored[name]
+    if schemes.kv_cache_scheme is not None:
+        scales = filling.take([name for name in filling.stored if name.endswith(_CACHES)])
+        reason = attach_scheme(filling.model, schemes.kv_cache_scheme, scales)
+        if reason is not None:
+            warnings.warn(
+                f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float",
+                AoquantWarning,
+                stacklevel=2,
+            )
 
 
 def _does_something(field: Any) -> bool:

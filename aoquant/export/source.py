@@ -89,10 +89,6 @@ def of_model(model: nn.Module) -> Source:
         raise ValueError(
             f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that"
         )
-    hook.refuse(
-        model,
-        "export does not write its scales yet: call aoquant.kv.hook.detach on these modules to export layers alone",
-    )
     warn_of_dtypes(model)
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
@@ -104,7 +100,8 @@ def of_model(model: nn.Module) -> Source:
     plain = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
     stock = _empty(type(model), type(model.config).from_dict(plain | given))
     tied = {name: kept for name, kept in _ties(model).items() if name in _ties(stock)}
-    stored = _kept(model, tied)
+    scales = {f"{fqn}.{name}" for fqn in hook.quantised(model) for name in hook.SCALES}  # kv_cache.py writes them
+    stored = {name: t for name, t in _kept(model, tied).items() if name not in scales}
     _check_fits(model, stock, stored)
     weights = {name: Weight(name, _tensor_class(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
     weights = as_stored(model, weights)
@@ -128,7 +125,10 @@ def _of_checkpoint(folder: Path) -> Source:
     checkpoint.check(folder)
     checksums.verify_unless_told(checkpoint.files(folder), configs=True)
     config = read_json(folder / "config.json")
-    config.pop("quantization_config")
+    if "KVCacheConfig" in json.dumps(config.pop("quantization_config")):
+        raise ValueError(
+            f"{folder}: its KV cache is quantised: load it with aoquant.load_pretrained and export the model"
+        )
     config.pop(POINTER, None)
     described: dict[str, str] = {}
     stored_tensors: dict[str, StoredTensor] = {}

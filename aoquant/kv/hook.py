@@ -331,9 +331,3 @@ def uncalibrated(modules: Iterable[Any]) -> list[str]:
         and not any(t.is_meta for t in own)
         and all(bool((t == 1).all()) for t in own)
     ]
-
-
-def refuse(model: nn.Module, advice: str) -> None:
-    """Raise ValueError for a model with quantised KV caches, which a writer would leave out."""
-    if names := list(quantised(model)):
-        raise ValueError(f"{names[0]}: the KV cache of {len(names)} module(s) is quantised, and {advice}")

@@ -177,14 +177,21 @@ def test_empty_fields_pass_silently(told: Any) -> None:
             assert len(packed(load_pretrained(told(**given, kv_cache_scheme=None)))) == 14
 
 
-def test_a_quantised_cache_is_warned_of_and_its_scales_are_dropped(told: Any) -> None:
-    folder = told(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True})
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_a_quantised_cache_is_computed_or_warned_of(kind: str, told: Any) -> None:
+    folder = told(kv_cache_scheme={"num_bits": 8, "type": kind, "strategy": "tensor", "symmetric": True})
     file = folder / "model.safetensors"
     before = load_file(file)
-    scales = {f"model.layers.0.self_attn.{of}_scale": torch.ones(1) for of in "kv"}
+    scales = {f"model.layers.0.self_attn.{of}_scale": torch.full((1,), 0.25) for of in "kv"}
     save_file(before | scales, file, {"format": "pt"})
-    with pytest.warns(AoquantWarning, match=r"config.json: .*kv_cache_scheme"):
-        assert len(packed(load_pretrained(folder))) == 14
+    if kind == "int":
+        with pytest.warns(AoquantWarning, match=r"config.json: .*kv_cache_scheme"):
+            assert len(packed(load_pretrained(folder))) == 14
+    else:
+        loaded = load_pretrained(folder)
+        attention = loaded.model.layers[0].self_attn
+        assert len(packed(loaded)) == 14 and attention.k_scale.tolist() == attention.v_scale.tolist() == [0.25]
+        assert loaded(torch.ones(1, 3, dtype=torch.long)).cache.layers[0].keys.dtype == torch.uint8
     save_file(before, file, {"format": "pt"})
 
 
