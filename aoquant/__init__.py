@@ -40,6 +40,7 @@ from aoquant.ops import backend
 from aoquant.optimizer_groups import parameter_groups
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.ptq.calibrate_config import CalibrateConfig
+from aoquant.ptq.choose_formats import FormatChoice, choose_formats
 from aoquant.ptq.ptq_report import PTQReport
 from aoquant.ptq.sequential import calibrate_ptq
 from aoquant.quantize import quantize_
@@ -66,6 +67,7 @@ __all__ = [
     "Cast",
     "Coverage",
     "FP8WeightConfig",
+    "FormatChoice",
     "GridFlipFP4WeightConfig",
     "Hadamard",
     "HybridConfig",
@@ -89,6 +91,7 @@ __all__ = [
     "backend",
     "calibrate",
     "calibrate_ptq",
+    "choose_formats",
     "coverage",
     "explain",
     "export",

@@ -1,4 +1,4 @@
-"""The command line: `aoquant run`, `eval`, `convert`, `export`, `verify`, `formats`, `recipes`, `doctor`.
+"""The command line: `aoquant run`, `eval`, `convert`, `choose`, `export`, `verify`, `formats`, `recipes`, `doctor`.
 
 Errors that a user can mend are one line and exit code 2, warnings are their text alone, an interrupt is one line and
 exit code 130; everything else is a traceback, because it is our mistake.
@@ -233,6 +233,52 @@ def convert(
     )
 
 
+def choose(
+    model: Path,
+    candidates: tuple[str, ...],
+    bits: float,
+    calibrate: Path,
+    out: Path | None = None,
+    plot: Path | None = None,
+    samples: int = 16,
+    length: int = 512,
+    engine: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> None:
+    """Choose a recipe for each layer under a budget of stored bits, and print what each plan loses.
+
+    Args:
+        model: folder of a causal language model, with its tokenizer.
+        candidates: names of recipes or formats with dynamic scales.
+        bits: stored bits a weight at most, scales included.
+        calibrate: a file of text (.txt, .jsonl, .xz).
+        out: a YAML file to write, with which `aoquant run FILE` trains the plan.
+        plot: a picture to write, KL against bits.
+        samples: sequences of text that are looked at.
+        length: tokens of each, at most the model's positions.
+        engine: that has to serve every candidate, such as vllm.
+        device: where the model runs.
+        dtype: of the model: float32, bfloat16, float16, or auto, which is config.json's.
+    """
+    from aoquant.integrations.calibrated import calibration
+    from aoquant.ptq.choose_formats import choose_formats
+
+    loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype)
+    found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine)
+    print(found)
+    if plot is not None:
+        found.plot(plot)
+    if out is not None:
+        import yaml
+
+        names = list(found.layers.values())
+        usual = max(set(names), key=names.count)
+        others = [f"{fqn}={name}" for fqn, name in found.layers.items() if name != usual]
+        out.write_text(yaml.safe_dump({"recipe": usual, "layers": others}), encoding="utf-8")
+        print(f"written: {out}")
+
+
 def formats() -> None:
     """List the number formats with their bits per weight, and how other names are put together.
 
@@ -344,6 +390,7 @@ COMMANDS = {
     "run": "evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table",
     "eval": "load a checkpoint, check that it is bit-equal to the run that wrote it, and score it",
     "convert": "quantise a float checkpoint on disk, with one layer in memory at a time",
+    "choose": "choose a recipe for each layer under a budget of stored bits",
     "export": "write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp",
     "verify": "compare a folder with the checksums that it was written with",
     "formats": "list the number formats",
@@ -363,6 +410,7 @@ def _command(name: str, arguments: list[str]) -> Callable[..., None]:
     commands: dict[str, Callable[..., None]] = {
         "eval": evaluate,
         "convert": convert,
+        "choose": choose,
         "export": export,
         "verify": verify,
         "formats": formats,

@@ -2,6 +2,8 @@
 
     python benchmarks/calibrated_ptq.py --calibrate train.jsonl --score test.jsonl [--formats int4-g128 nvfp4 ...]
 
+With `--mixed BITS` the formats are candidates of one plan, which `choose_formats` makes on the first 16 blocks.
+
 A format is a weight format, "W" or "W/A" with a format of activations. Each is calibrated on `--samples` blocks of
 `--length` tokens of one file, and scored on `--score-samples` blocks of the other: KL in thousandths of a nat a token,
 its ratio to rounding's, and perplexity. The model is eval/assets, or a folder. A line a row of JSON goes to `--out`.
@@ -21,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aoquant
-from aoquant import CalibrateConfig, PackedWeightConfig, quantize_
+from aoquant import CalibrateConfig, PackedWeightConfig, choose_formats, quantize_
 from aoquant.integrations.text import assets, load_documents, token_blocks
 
 FORMATS = ("int4-g128", "int4-g32", "nvfp4-row", "gridflip-search-row", "mxfp4")
@@ -49,6 +51,11 @@ class Scored:
         return 1000 * kl / tokens, math.exp(nll / tokens)
 
 
+def _config(name: str) -> Any:
+    weight, _, activation = name.partition("/")
+    return PackedWeightConfig(weight, activation or None)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -57,6 +64,7 @@ def main() -> None:
     parser.add_argument("--score", type=Path, required=True)
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--mixed", type=float, default=None)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--score-samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
@@ -78,9 +86,14 @@ def main() -> None:
     batches = [{"input_ids": ids} for ids in blocks(options.calibrate, options.samples).split(options.batch)]
     scored = Scored(load(), blocks(options.score, options.score_samples))
     print("| format | method | KL, 1e-3 nats | of nearest's | perplexity | seconds |\n|---|---|---|---|---|---|")
-    for name in options.formats:
-        weight, _, activation = name.partition("/")
-        config, base = PackedWeightConfig(weight, activation or None), math.nan
+    plans: dict[str, Any] = {name: _config(name) for name in options.formats}
+    if options.mixed is not None:
+        candidates = list(plans.values())
+        found = choose_formats(load(), candidates, batches=batches[: 16 // options.batch], bits=options.mixed)
+        plans = {f"mixed-{options.mixed}": found}
+        print(found)
+    for name, config in plans.items():
+        base = math.nan
         for method in options.methods:
             model, start = load(), time.perf_counter()
             if method == "nearest":

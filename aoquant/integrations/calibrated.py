@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from aoquant.files.atomic import check_free
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.models import load_float
@@ -40,12 +43,23 @@ def convert_calibrated(
             `calibrate_ptq`. Nothing is written then.
     """
     check_free(Path(out))
+    loaded, tokenizer, batches = calibration(model, text, samples, length, device, dtype)
+    report = calibrate_ptq(loaded, batches, config, **options)
+    save_pretrained(loaded, out, tokenizer, max_shard_size=max_shard_size)
+    return report
+
+
+def calibration(
+    model: str | Path, text: Path, samples: int, length: int, device: str, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[dict[str, Tensor]]]:
+    """Return a float model, its tokenizer, and batches of a file of text.
+
+    Raises:
+        ValueError: the folder or the file cannot be read, or the text fills no sequence.
+    """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     documents = load_documents(text)
     tokenizer, loaded = load_float(str(model), dtype, device)
     blocks_BT = token_blocks(documents, tokenizer, min(length, positions(loaded) or length))[:samples].to(device)
-    batches = [{"input_ids": ids_BT} for ids_BT in blocks_BT.split(BATCH)]
-    report = calibrate_ptq(loaded, batches, config, **options)
-    save_pretrained(loaded, out, tokenizer, max_shard_size=max_shard_size)
-    return report
+    return loaded, tokenizer, [{"input_ids": ids_BT} for ids_BT in blocks_BT.split(BATCH)]

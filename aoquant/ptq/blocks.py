@@ -161,7 +161,7 @@ def _captured(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) 
         return hook
 
     for batch in batches:
-        with _hooked((b.module, watch(b, _mask(batch))) for b in chain), suppress(_Enough):
+        with _hooked((b.module, watch(b, tokens_that_count(batch))) for b in chain), suppress(_Enough):
             run(model, batch)
     return found
 
@@ -236,7 +236,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = value
 
 
-def _mask(batch: Any) -> Tensor | None:
+def tokens_that_count(batch: Any) -> Tensor | None:
     """(B, T) bool, which tokens of a batch are no padding; None where it does not say."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

@@ -91,14 +91,14 @@ def towards_float(w_NK: Tensor, gram_KK: Tensor, cross_KK: Tensor, damping: floa
 
 
 def choose_codes(
-    w_NK: Tensor, target_NK: Tensor, e: Encoded, format: Format, dtype: torch.dtype, gram_KK: Tensor, f: Factor
+    target_NK: Tensor, e: Encoded, format: Format, dtype: torch.dtype, gram_KK: Tensor, f: Factor
 ) -> Chosen:
     """Choose the codes of a weight under the scales that `e` has.
 
-    w_NK: float32, which e encodes and errors are measured against. target_NK: what is rounded, w_NK or W*. dtype: that
-        values are decoded in.
+    target_NK: float32, what is rounded and what errors are measured against: the weight that e encodes, or W*. dtype:
+        that values are decoded in.
     """
-    n, k = w_NK.shape
+    n, k = target_NK.shape
     step = max(1, TABLE_BYTES // (9 * (k // (format.block or k)) << format.bits))
     step = -(-step // format.tile_rows) * format.tile_rows
     codes, values = [], []
@@ -109,8 +109,8 @@ def choose_codes(
         values.append(chosen)
         codes.append(code)
     made = packed(format, e, torch.cat(codes))
-    nearest = _error(w_NK, format.decode(e, dtype).float(), gram_KK)
-    return Chosen(made, _error(w_NK, torch.cat(values), gram_KK), nearest)
+    nearest = _error(target_NK, format.decode(e, dtype).float(), gram_KK)
+    return Chosen(made, _error(target_NK, torch.cat(values), gram_KK), nearest)
 
 
 def _rounded(w_NK: Tensor, levels: Levels, f: Factor) -> tuple[Tensor, Tensor]:

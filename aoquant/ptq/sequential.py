@@ -27,6 +27,7 @@ from aoquant.planning.choose import Filter, choose
 from aoquant.planning.fused import share_outer_scales
 from aoquant.planning.plan import plan, plan_layer, prepare_target
 from aoquant.planning.restore import restoring
+from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
 from aoquant.ptq import blocks, gptq
 from aoquant.ptq.calibrate_config import CalibrateConfig
@@ -56,6 +57,7 @@ def calibrate_ptq(
     config: a `CalibrateConfig`, or torchao's GPTQConfig. Where step is "prepare", its recipe may be a QATConfig.
     step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on from these
         codes under held scales, as `unpack_` does; convert without training gives the codes back.
+        Stacked experts are rounded to the nearest, which a warning says.
     filter_fn, skip_incompatible: as `quantize_` has them.
 
     Raises:
@@ -70,7 +72,7 @@ def calibrate_ptq(
     check_model(model)
     if step not in (None, "prepare"):
         raise ValueError(f"calibrate_ptq: step is None or 'prepare', got {step!r}")
-    given, asked = _listed(batches), CalibrateConfig.of(config)
+    given, asked = listed_batches(batches), CalibrateConfig.of(config)
     try:
         with restoring(list(model.modules())), undisturbed(model), blocks.without_cache(model):
             layers = _prepared(model, asked.recipe, filter_fn, step, skip_incompatible)
@@ -87,17 +89,17 @@ def calibrate_ptq(
     return PTQReport(rows)
 
 
-def _listed(batches: Any) -> list[Any]:
+def listed_batches(batches: Any) -> list[Any]:
     """The batches as a list.
 
     Raises:
         ValueError: there are none, or one batch was given in their place.
     """
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
-        raise ValueError(f"calibrate_ptq: batches is a list of batches, got {type(batches).__name__}: give [batch]")
+        raise ValueError(f"batches is a list of batches, got {type(batches).__name__}: give [batch]")
     given = list(batches)
     if not given:
-        raise ValueError("calibrate_ptq: there are no batches: give some, such as 128 sequences of 2048 tokens")
+        raise ValueError("there are no batches: give some, such as 128 sequences of 2048 tokens")
     return given
 
 
@@ -110,7 +112,8 @@ def _prepared(
         ValueError: naming each layer that cannot be prepared.
     """
     configs, problems, weights = {}, [], dict[Any, str]()
-    for chosen in choose(model, named(recipe), filter_fn).layers:
+    choice = choose(model, named(recipe), filter_fn)
+    for chosen in choice.layers:
         fqn = chosen.fqn.partition(", ")[0]
         is_qat = isinstance(chosen.config, QATConfig)
         if is_qat and (step is None or chosen.config.step != "prepare"):
@@ -143,6 +146,15 @@ def _prepared(
         layer = apply(change)
         if not isinstance(layer, QATLinear) and step is None:
             apply(plan_layer(layer, QATConfig(step="convert"), change.fqn))  # type: ignore[arg-type]
+    for stack in planned.experts:
+        apply_stack(stack)
+    if planned.experts:
+        warnings.warn(
+            f"{len(planned.experts)} stack(s) of experts, such as {planned.experts[0].fqn}, are rounded to the nearest: their codes are "
+            "not chosen on data",
+            AoquantWarning,
+            stacklevel=3,
+        )
     share_outer_scales(model)
     found = {c.fqn.partition(", ")[0]: c.module for c in planned.layers if isinstance(c.module, QATLinear)}
     for layer in found.values():
@@ -214,7 +226,7 @@ class _Run:
             target = w_NK if c_KK is None else gptq.towards_float(w_NK, h_KK, c_KK, factor.damping)
             values_in = dtype if operand.transform is None else torch.float32
             e = layer.encode_weight()
-            chosen = gptq.choose_codes(w_NK, target, e, operand.format, values_in, h_KK, factor)
+            chosen = gptq.choose_codes(target, e, operand.format, values_in, h_KK, factor)
             self._place(fqn, chosen.encoded)
             row = PTQRow(fqn, operand.name, gram.rows, chosen.error, chosen.nearest, factor.damping, "; ".join(notes))
             self.done[fqn] = row
