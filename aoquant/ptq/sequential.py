@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from aoquant._messages import AoquantWarning, bar, check_model, listed
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, by_layer, named
 from aoquant.formats import Encoded
-from aoquant.linear import direct_reads, fast_path, held, replaced
+from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import Filter, choose
@@ -29,7 +30,7 @@ from aoquant.planning.plan import plan, plan_layer, prepare_target
 from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
-from aoquant.ptq import blocks, gptq
+from aoquant.ptq import blocks, gptq, resume
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import Gram, deployed_input, float_input
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
@@ -49,6 +50,7 @@ def calibrate_ptq(
     step: str | None = None,
     filter_fn: Filter | None = None,
     skip_incompatible: bool = False,
+    checkpoint: str | Path | None = None,
 ) -> PTQReport:
     """Quantise the linear layers of `model` in place, with codes that are chosen on calibration data.
 
@@ -58,12 +60,15 @@ def calibrate_ptq(
     step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on from these
         codes under held scales, as `unpack_` does; convert without training gives the codes back.
         Stacked experts are rounded to the nearest, which a warning says.
+    checkpoint: a folder that gets the codes of each finished block. The same call with it goes on where an earlier one
+        stopped, and makes the same codes.
     filter_fn, skip_incompatible: as `quantize_` has them.
 
     Raises:
         ValueError: naming each layer that cannot take its config, that no batch reaches, whose input holds NaN or Inf
             or is padding alone, whose scales cannot be held where step is "prepare", or whose weight is tied or
-            sharded; or there are no batches. The model is unchanged then.
+            sharded; or there are no batches; or checkpoint is of another model, config or data. The model is unchanged
+            then.
 
     Example:
 
@@ -73,12 +78,13 @@ def calibrate_ptq(
     if step not in (None, "prepare"):
         raise ValueError(f"calibrate_ptq: step is None or 'prepare', got {step!r}")
     given, asked = listed_batches(batches), CalibrateConfig.of(config)
+    store = None if checkpoint is None else resume.Blocks(Path(checkpoint), resume.key_of(model, given, asked))
     try:
         with restoring(list(model.modules())), undisturbed(model), blocks.without_cache(model):
             layers = _prepared(model, asked.recipe, filter_fn, step, skip_incompatible)
             if uncalibrated(model):
                 calibrate(model, given)
-            rows = _Run(model, layers, given, asked, step).rows()
+            rows = _Run(model, layers, given, asked, step, store).rows()
     except BaseException:
         fast_path.sync(model)
         raise
@@ -133,6 +139,9 @@ def _prepared(
             problems.append(f"{fqn}: {why}")
         holds = gemm and why is None and of_one.scales == "dynamic"
         configs[fqn] = dataclasses.replace(of_one, scales="static") if holds else of_one
+    for chosen in choice.stacks:  # rounded to the nearest, and told so
+        as_it_is = step is None or isinstance(chosen.config, QATConfig)
+        configs[chosen.fqn.partition(", ")[0]] = chosen.config if as_it_is else QATConfig(chosen.config, step="prepare")
     if problems:
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{listed(problems)}")
     planned = plan(model, by_layer(configs), None, skip_incompatible=skip_incompatible)
@@ -166,10 +175,17 @@ class _Run:
     """One calibration: what it needs, and the rows that it made so far."""
 
     def __init__(
-        self, model: nn.Module, layers: dict[str, Any], batches: list[Any], config: CalibrateConfig, step: str | None
+        self,
+        model: nn.Module,
+        layers: dict[str, Any],
+        batches: list[Any],
+        config: CalibrateConfig,
+        step: str | None,
+        store: resume.Blocks | None,
     ) -> None:
         self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
-        self.done: dict[str, PTQRow] = {}
+        self.store = store
+        self.done: resume.Found = {}
 
     def rows(self) -> list[PTQRow]:
         """Calibrate every block."""
@@ -181,17 +197,24 @@ class _Run:
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
-        return list(self.done.values())
+        return [row for _, row in self.done.values()]
 
     def _visit(self, visit: blocks.Visit) -> list[PTQRow]:
-        """Calibrate one block, group by group."""
+        """Calibrate one block, group by group, or give it the codes that were found before."""
+        fqns = visit.block.layers
+        if self.store is not None and (before := self.store.read(visit.block.fqn)) is not None:
+            for fqn, (encoded, row) in before.items():
+                self._place(fqn, encoded, row)
+            return [self.done[fqn][1] for fqn in fqns]
         groups = blocks.groups(visit)
         reached = {fqn for group in groups for fqn in group}
         _refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
         for group in groups:
             for members in _alike({fqn: self.layers[fqn] for fqn in group}):
                 self._group(visit, members)
-        return [self.done[fqn] for fqn in visit.block.layers]
+        if self.store is not None:
+            self.store.write(visit.block.fqn, {fqn: self.done[fqn] for fqn in fqns})
+        return [self.done[fqn][1] for fqn in fqns]
 
     def _group(self, visit: blocks.Visit, members: Sequence[str]) -> None:
         """Calibrate layers that multiply the same input."""
@@ -199,8 +222,8 @@ class _Run:
         operand = first.prepared.recipe.fprop_weight
         if operand.format.lossless or first.prepared.recipe.history:
             for fqn in members:
-                self._place(fqn, None)
-                self.done[fqn] = PTQRow(fqn, operand.name, 0, 0.0, 0.0, 0.0, "its weight is not rounded to codes here")
+                note = "its weight is not rounded to codes here"
+                self._place(fqn, None, PTQRow(fqn, operand.name, 0, 0.0, 0.0, 0.0, note))
             return
         gram = self._gram(visit, members[0], first)
         try:
@@ -227,9 +250,8 @@ class _Run:
             values_in = dtype if operand.transform is None else torch.float32
             e = layer.encode_weight()
             chosen = gptq.choose_codes(target, e, operand.format, values_in, h_KK, factor)
-            self._place(fqn, chosen.encoded)
             row = PTQRow(fqn, operand.name, gram.rows, chosen.error, chosen.nearest, factor.damping, "; ".join(notes))
-            self.done[fqn] = row
+            self._place(fqn, chosen.encoded, row)
 
     def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> Gram:
         """The Gram matrices of a layer's input."""
@@ -245,9 +267,14 @@ class _Run:
                 gram.add(deployed_input(layer, x, mask), float_found and float_input(layer, *float_found))
         return gram
 
-    def _place(self, fqn: str, encoded: Encoded | None) -> None:
+    def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
         """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
         layer = self.layers[fqn]
+        self.done[fqn] = encoded, row
+        if encoded is not None:
+            where = layer.weight.device
+            scale, zero, outer = (None if t is None else t.to(where) for t in encoded.tensors[1:])
+            encoded = Encoded(encoded.codes.to(where), scale, zero, outer, encoded.k)
         if self.step is None:
             change = plan_layer(layer, QATConfig(step="convert"), fqn)
             assert change is not None
@@ -256,7 +283,6 @@ class _Run:
         layer.fake_quant = True
         if encoded is None:
             return
-        scales = layer.held_scales("input")
         packed = PackedTensor.from_encoded(encoded, layer.prepared.recipe.deployed, layer.weight.dtype)
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         if not with_codes(layer, packed):
@@ -264,11 +290,10 @@ class _Run:
                 f"{fqn}: {operand_name(layer)}: no {str(layer.weight.dtype).removeprefix('torch.')} weight gives these codes: calibrate "
                 "the model in float32. The model is unchanged"
             )
-        assert scales is None or held.present(layer)
 
 
 def operand_name(layer: QATLinear) -> str:
-    """The name of a layer's weight format."""
+    """Return the name of a layer's weight format."""
     return layer.prepared.recipe.fprop_weight.name
 
 

@@ -1,0 +1,100 @@
+"""A calibration that goes on after it was killed: the codes of each finished block, in a folder.
+
+Every finished block is one safetensors file, which appears by a rename when it is complete. A file names what its codes
+depend on: the config, the model's weights and the batches. A folder of another calibration is refused. Blocks that are
+there are given their codes again, and run, because the inputs of the next block follow from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from aoquant.formats import Encoded
+from aoquant.ptq.ptq_report import PTQRow
+
+_PARTS = ("codes", "scale", "zero", "outer")
+Found = dict[str, tuple[Encoded | None, PTQRow]]
+
+
+def key_of(model: nn.Module, batches: Sequence[Any], asked: object) -> str:
+    """Return what codes depend on, as a hash: weights and buffers, batches, and the config's text."""
+    made = hashlib.sha256(repr(asked).encode())
+    for name, t in [*model.state_dict().items(), *(("", t) for t in tree_leaves(list(batches)))]:
+        made.update(name.encode())
+        if isinstance(t, Tensor):
+            made.update(f"{t.dtype} {tuple(t.shape)}".encode())
+            made.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            made.update(repr(t).encode())
+    return made.hexdigest()
+
+
+class Blocks:
+    """The finished blocks in a folder. key: of this calibration."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, fqn: str) -> Found | None:
+        """The codes and rows of a block's layers; None where it is not finished.
+
+        Raises:
+            ValueError: the file is damaged, or of another model, config or data.
+        """
+        path = self._path(fqn)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                notes = file.metadata() or {}
+                if notes.get("key") != self.key:
+                    raise ValueError(
+                        f"{path}: it is of a calibration of another model, config or data: give an empty folder, or remove this one"
+                    )
+                parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path}: is damaged ({error}): remove it") from None
+        return {
+            layer: (_encoded(parts, layer, note["k"]), PTQRow(**note["row"]))
+            for layer, note in json.loads(notes["layers"]).items()
+        }
+
+    def write(self, fqn: str, found: Mapping[str, tuple[Encoded | None, PTQRow]]) -> None:
+        """Write a finished block, whole or not at all."""
+        parts = {
+            f"{layer}:{part}": t.detach().cpu().contiguous()
+            for layer, (e, _) in found.items()
+            if e is not None
+            for part, t in zip(_PARTS, e.tensors, strict=True)
+            if t is not None
+        }
+        notes = {layer: {"k": e and e.k, "row": asdict(row)} for layer, (e, row) in found.items()}
+        path = self._path(fqn)
+        partial = path.with_suffix(".partial")
+        save_file(parts, partial, {"key": self.key, "layers": json.dumps(notes)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    def _path(self, fqn: str) -> Path:
+        return self.folder / f"{fqn}.safetensors"
+
+
+def _encoded(parts: Mapping[str, Tensor], layer: str, k: int | None) -> Encoded | None:
+    if k is None:
+        return None
+    scale, zero, outer = (parts.get(f"{layer}:{part}") for part in _PARTS[1:])
+    return Encoded(parts[f"{layer}:codes"], scale, zero, outer, k)

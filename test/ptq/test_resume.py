@@ -1,0 +1,77 @@
+"""A calibration that was killed between blocks goes on, and makes the same codes; another calibration is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aoquant import CalibrateConfig, PackedWeightConfig, calibrate_ptq
+from aoquant.linear.tensor import same_bits
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing of the library catches it."""
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+
+
+def batches(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(48, 64, generator=generator) for _ in range(2)]
+
+
+def weights(net: Any) -> list[Any]:
+    return [block[0].weight for block in net]
+
+
+@pytest.mark.parametrize("format", ["int4-g32", "mxfp4", "gridflip-row", "fp8-row"])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_a_killed_calibration_goes_on_with_the_same_codes(
+    tmp_path: Path, format: str, asymmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CalibrateConfig(PackedWeightConfig(format), asymmetric=asymmetric)
+    whole, again = model(), model()
+    wanted = calibrate_ptq(whole, batches(), config)
+    import aoquant.ptq.gptq as gptq
+
+    factor, calls = gptq.factor, []
+
+    def stops(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Killed
+        return factor(*arguments)
+
+    monkeypatch.setattr(gptq, "factor", stops)
+    with pytest.raises(Killed):
+        calibrate_ptq(again, batches(), config, checkpoint=tmp_path)
+    assert type(again[0][0]) is nn.Linear and len(list(tmp_path.iterdir())) == 2
+    assert calibrate_ptq(again, batches(), config, checkpoint=tmp_path) == wanted
+    assert len(calls) == 4  # the last block alone was found anew
+    assert all(same_bits(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+
+
+def test_another_model_config_or_data_is_refused(tmp_path: Path) -> None:
+    calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"), checkpoint=tmp_path)
+    other = model()
+    other[2][0].bias.data += 1
+    cases: list[tuple[nn.Module, list[Tensor], CalibrateConfig]] = [
+        (other, batches(), CalibrateConfig("int4-g32")),
+        (model(), batches(1), CalibrateConfig("int4-g32")),
+        (model(), batches(), CalibrateConfig("int4-g32", damping=0.02)),
+    ]
+    for net, data, config in cases:
+        with pytest.raises(ValueError, match="another model, config or data"):
+            calibrate_ptq(net, data, config, checkpoint=tmp_path)
+        assert type(net[0][0]) is nn.Linear
+    file = min(tmp_path.iterdir())
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ValueError, match="damaged"):
+        calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"), checkpoint=tmp_path)
