@@ -22,6 +22,7 @@ from aoquant._messages import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
+from aoquant.linear import replaced
 from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
 from aoquant.planning import owners, tied
@@ -372,6 +373,11 @@ def _unprepared(model: nn.Module) -> str:
         return (
             f"nothing to convert: no layer is prepared, and {len(packed)} weight(s), such as {packed[0]}, are packed already: "
             "the model is converted"
+        )
+    if gone := [fqn for fqn, _ in replaced.missing(model)]:
+        return (
+            f"nothing to convert: {len(gone)} module(s) that were prepared have been replaced or removed since: "
+            f"{', '.join(gone[:10])}. Prepare what took their place before training"
         )
     return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
 

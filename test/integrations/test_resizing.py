@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import T5Config, T5ForConditionalGeneration
 
-from aoquant import QATConfig, quantize_
+from aoquant import QATConfig, load_pretrained, quantize_, save_pretrained
 
 CHOICES: dict[str, Callable[[nn.Module, str], bool]] = {
     "both": lambda m, name: isinstance(m, nn.Linear | nn.Embedding),
@@ -52,6 +54,17 @@ def test_prepared_ones_are_resized(choice: str, tied: bool, base: str) -> None:
     for tokens in (160, 20):
         model.resize_token_embeddings(tokens)
         assert model(torch.tensor([[tokens - 1]])).logits.shape == (1, 1, tokens)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_with_another_vocabulary_in_its_config_says_resize(tied: bool, tmp_path: Path) -> None:
+    save_pretrained(made("both", tied, "aoquant", "convert"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 32}))
+    with pytest.raises(
+        ValueError, match=r"model\.embed_tokens\.weight is .*vocab_size of config.json: .*resize_token_embeddings"
+    ):
+        load_pretrained(tmp_path, verify_checksums=False)
 
 
 def test_the_order_that_the_error_asks_for() -> None:

@@ -186,3 +186,10 @@ def test_a_convert_forgets() -> None:
     model.model.layers[0].mlp.up_proj = nn.Linear(64, 96, dtype=torch.bfloat16)
     quantize_(model, QATConfig("int4-g32"), lambda m, name: name == "model.layers.0.mlp.up_proj")
     silently(model)
+
+
+def test_convert_says_that_all_is_gone() -> None:
+    model = prepared(chosen=None)
+    model.model.layers = nn.ModuleList([])
+    with pytest.raises(ValueError, match=r"nothing to convert: .*replaced or removed since: model\.layers\."):
+        quantize_(model, CONVERT)
