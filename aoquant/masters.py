@@ -1,4 +1,4 @@
-"""`quantized_model_init`: a model whose linear layers multiply codes, and float32 masters for the optimizer.
+"""`quantized_model_init`: a model whose layers and experts multiply codes, and float32 masters for the optimizer.
 
 A layer holds the codes and scales of a float32 master (`linear/mastered.py`), which is the parameter; after
 `optimizer.step()` every layer takes the codes of its master anew. Training is that of the prepared float32 model, bit
@@ -21,10 +21,18 @@ from torchao.quantization import FqnToConfig
 from aoquant._messages import check_model
 from aoquant.config import QATConfig
 from aoquant.distributed.gathered import GatheredWeight
+from aoquant.experts.mastered import hold_expert_codes
+from aoquant.experts.prepared import QATExperts
 from aoquant.hybrid import HybridConfig
 from aoquant.linear.kinds import kind_of
-from aoquant.linear.mastered import MasterCodes, MasteredLinear, codes_of, hold_codes, release_codes
-from aoquant.linear.prepared import PreparedModule, QATLinear
+from aoquant.linear.mastered import (
+    MasterCodes,
+    Mastered,
+    codes_of,
+    hold_codes,
+    release_codes,
+)
+from aoquant.linear.prepared import Prepared, PreparedModule, QATLinear
 from aoquant.linear.weight_codes import reads_values
 from aoquant.quantize import quantize_
 
@@ -38,15 +46,25 @@ class Masters(nn.Module):
     that PyTorch does not count, such as `p.data.mul_(2)`; `restore()` gives the model its weights back, before convert.
     """
 
-    def __init__(self, model: nn.Module, layers: list[QATLinear]) -> None:
+    def __init__(self, model: nn.Module, layers: list[QATLinear | QATExperts]) -> None:
         super().__init__()
         self._layers = layers
         done: dict[int, MasterCodes] = {}
-        for layer in layers:
-            weight = layer.weight
+
+        def packed(layer: QATLinear | QATExperts, name: str, prepared: Prepared, turned: bool) -> MasterCodes:
+            weight = layer._parameters[name]
             if id(weight) not in done:
-                done[id(weight)] = _packed(layer)
-            hold_codes(layer, done[id(weight)])
+                done[id(weight)] = _packed(layer, name, prepared, turned)
+            return done[id(weight)]
+
+        for layer in layers:
+            if isinstance(layer, QATExperts):
+                turned = layer.is_transposed
+                hold_expert_codes(layer, {n: packed(layer, n, p, turned) for n, p in layer.stacks.items()})
+            else:
+                kind = kind_of(layer)
+                made = packed(layer, "weight", layer.prepared, kind is not None and kind.transposed)
+                hold_codes(layer, {"weight": made})
         _mirror(self, model, {})
         self.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
@@ -74,7 +92,7 @@ class Masters(nn.Module):
 def quantized_model_init(
     model: nn.Module, config: Any, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> Masters:
-    """Prepare the linear layers of `model` in place as `quantize_` does, and pack their weights.
+    """Prepare the linear layers and stacked experts of `model` in place as `quantize_` does, and pack their weights.
 
     Make the optimizer, and wrap the model in DDP, afterwards: the masters of a model that is not float32 are new
     parameters.
@@ -86,8 +104,8 @@ def quantized_model_init(
 
     Raises:
         ValueError: as `quantize_`; or a layer reads the weight itself (a high-precision dgrad of the original, learned
-            or held scales, a clipped straight-through), or is sharded; or the config prepares stacked experts or
-            embeddings. The model is prepared then, and nothing packed.
+            or held scales, a clipped straight-through), or is sharded; or the config prepares embeddings. The model is
+            prepared then, and nothing packed.
     """
     if not isinstance(config, QATConfig | HybridConfig | FqnToConfig):
         raise ValueError(
@@ -96,49 +114,49 @@ def quantized_model_init(
     check_model(model)
     before = {m for m in model.modules() if isinstance(m, PreparedModule)}
     quantize_(model, config, filter_fn)
-    layers = []
+    layers: list[QATLinear | QATExperts] = []
     for fqn, layer in model.named_modules():
+        reasons: dict[str, str | None] = {}
         if isinstance(layer, QATLinear):
             layers.append(layer)
-            reason = _why_not(layer)
-        else:
-            here = isinstance(layer, PreparedModule) and layer not in before
-            reason = (
-                f"packs the weights of linear layers, and this one is of class {type(layer).plain.__name__}"
-                if here
-                else None
-            )
-        if reason:
-            raise ValueError(f"{fqn or 'linear'}: quantized_model_init: {reason}: leave the layer out (filter_fn)")
+            reasons[fqn] = _why_not(layer, "weight", layer.prepared)
+        elif isinstance(layer, QATExperts):
+            layers.append(layer)
+            reasons = {p.fqn: _why_not(layer, name, p) for name, p in layer.stacks.items()}
+        elif isinstance(layer, PreparedModule) and layer not in before:
+            name = type(layer).plain.__name__  # type: ignore[attr-defined]
+            reasons[fqn] = f"packs the weights of linear layers and stacked experts, and this one is of class {name}"
+        for name, reason in reasons.items():
+            if reason:
+                raise ValueError(f"{name or 'linear'}: quantized_model_init: {reason}: leave the layer out (filter_fn)")
     if not layers:
-        raise ValueError("quantized_model_init: the config prepares no nn.Linear")
+        raise ValueError("quantized_model_init: the config prepares no nn.Linear and no stacked experts")
     return Masters(model, layers)
 
 
-def _why_not(layer: QATLinear) -> str | None:
+def _why_not(layer: QATLinear | QATExperts, name: str, prepared: Prepared) -> str | None:
     """Return why a prepared layer cannot multiply the codes of a master; None when it can."""
-    weight = layer.weight
-    if isinstance(weight, GatheredWeight):
+    if isinstance(layer, Mastered):
         return "an earlier call packed its weight: give one call all configs, as FqnToConfig"
+    weight = layer._parameters.get(name)
     if isinstance(weight, DTensor):
         return "its weight is sharded: use quantized_all_gather"
-    if not isinstance(layer._parameters.get("weight"), nn.Parameter):
+    if not isinstance(weight, nn.Parameter):
         return "its weight is computed in every call (an adapter, a parametrisation)"
-    if layer.prepared.recipe.history and not weight.requires_grad:
+    if prepared.recipe.history and not weight.requires_grad:
         return (
             "its weight is frozen, and the delayed scale of codes moves only when they are written: use amax_history=0"
         )
-    return reads_values(layer.prepared.recipe)
+    return reads_values(prepared.recipe)
 
 
-def _packed(layer: QATLinear) -> MasterCodes:
+def _packed(layer: nn.Module, name: str, prepared: Prepared, turned: bool) -> MasterCodes:
     """The master of a layer's weight, with its codes; a float32 weight is its own master."""
-    weight, prepared, kind = layer._parameters["weight"], layer.prepared, kind_of(layer)
+    weight = layer._parameters[name]
     assert isinstance(weight, nn.Parameter)
     master = weight
     if weight.dtype != torch.float32:
         master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
-    turned = kind is not None and kind.transposed
     return MasterCodes(master, prepared.recipe, prepared.fqn, turned, weight.dtype, layer._buffers)
 
 
@@ -183,11 +201,11 @@ def _mirror(view: nn.Module, module: nn.Module, made: dict[nn.Module, nn.Module]
 
 def _refuse_assign(masters: Masters, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
     """Before a state_dict is loaded."""
-    packed = [layer for layer in masters._layers if isinstance(layer, MasteredLinear)]
+    packed = [layer for layer in masters._layers if isinstance(layer, Mastered)]
     if packed and metadata.get("assign_to_params_buffers"):
+        fqn = next(iter(packed[0].codes.values())).fqn or "linear"
         raise ValueError(
-            f"{packed[0].prepared.fqn or 'linear'}: load_state_dict(assign=True) would put another tensor in place of its master, which its codes "
-            "follow: load without assign"
+            f"{fqn}: load_state_dict(assign=True) would put another tensor in place of its master, which its codes follow: load without assign"
         )
 
 

@@ -1,5 +1,5 @@
 """What an all-gather of quantised weights carries, and the weight that comes of it. `aoquant.masters` has the same
-weight without a gather.
+weight without a gather. Stacked experts (E, N, K) are one weight, with E in front of every part; a rank has whole ones.
 
 A rank encodes its rows of W (N, K) and sends bytes: the codes and scales that fprop reads, and, where dgrad reads a
 column side of its own (W^T along N, from the original), those too. Both always go together, in one buffer of one
@@ -85,6 +85,20 @@ class Layout:
             begin = end
         return cls(whole[1], tuple(fields))
 
+    @classmethod
+    def of_stack(cls, one: Encoded, part: int, experts: int, begin: int) -> Layout:
+        """Of `experts` matrices that are encoded as `one` is, of which a rank has `part`."""
+        fields: list[_Field | None] = []
+        for t in one.tensors:
+            if t is None:
+                fields.append(None)
+                continue
+            begin += -begin % t.element_size()
+            end = begin + part * t.numel() * t.element_size()
+            fields.append(_Field(begin, end, t.dtype, (part, *t.shape), (experts, *t.shape), 0))
+            begin = end
+        return cls(one.k, tuple(fields))
+
     @property
     def end(self) -> int:
         """Bytes of the buffer up to its last one."""
@@ -120,15 +134,18 @@ def _joined(buffers_RL: Tensor, field: _Field) -> Tensor:
 
 
 class GatheredWeight(Tensor):
-    """A weight (N, K), of which this process has the codes and scales alone. Only prepared layers take it.
+    """A weight (N, K), of which this process has the codes and scales alone; or experts (E, N, K), or (E, K, N) when
+    `transposed`. Only prepared layers take it.
 
-    key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors.
+    key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors,
+    of experts with E in front.
     master: the parameter that it was encoded from; its gradient and its `requires_grad` are read and written here too.
     fqn: the layer's name, for errors.
     """
 
     key: str
     fqn: str = ""
+    transposed: bool = False
     master: Tensor | None = None
     rows: Encoded
     columns: Encoded | None
@@ -151,6 +168,24 @@ class GatheredWeight(Tensor):
         )
         made.key, made.rows, made.columns = key, rows, columns
         made.parts = [t for e in (rows, columns) if e is not None for t in e.tensors if t is not None]
+        return made
+
+    def expert(self, index: int) -> GatheredWeight:
+        """Return one expert (N, K): views of its codes and scales."""
+        rows, columns = (
+            None if e is None else Encoded._make(t if t is None or type(t) is int else t[index] for t in e)
+            for e in (self.rows, self.columns)
+        )
+        assert rows is not None
+        n, k = self.shape[:0:-1] if self.transposed else self.shape[1:]
+        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, rows, columns)
+        made.fqn = self.fqn
+        return made
+
+    def like(self) -> GatheredWeight:
+        """Return another tensor object with these codes, without a master."""
+        made = GatheredWeight(self.shape, self.dtype, self.key, self.rows, self.columns)
+        made.fqn, made.transposed = self.fqn, self.transposed
         return made
 
     @property
@@ -188,11 +223,11 @@ class GatheredWeight(Tensor):
             names.append(f"part{i}")
             setattr(self, names[-1], part)
         sides = [None if e is None else ([t is not None for t in e.tensors], e.k) for e in (self.rows, self.columns)]
-        return names, (self.key, self.dtype, sides)
+        return names, (self.key, self.dtype, self.transposed, sides)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
-        key, dtype, sides = context
+        key, dtype, transposed, sides = context
         parts, made = iter(inner.values()), list[Encoded | None]()
         for side in sides:
             if side is None:
@@ -204,7 +239,9 @@ class GatheredWeight(Tensor):
             made.append(Encoded(codes, scale, zero, outer, width))
         rows, columns = made
         assert rows is not None
-        return GatheredWeight(size, dtype, key, rows, columns)
+        weight = GatheredWeight(size, dtype, key, rows, columns)
+        weight.transposed = transposed
+        return weight
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -216,9 +253,7 @@ class GatheredWeight(Tensor):
             func in (aten.view.default, aten.as_strided.default) and tuple(args[1]) == tuple(w.shape)
         )
         if same:
-            made = GatheredWeight(w.shape, w.dtype, w.key, w.rows, w.columns)
-            made.fqn = w.fqn
-            return made
+            return w.like()
         if func is aten.copy_.default and isinstance(args[1], GatheredWeight):
             w.take_parts(args[1].parts)
             return w
@@ -242,3 +277,27 @@ class WithMaster(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
+
+
+def with_gradient(w: Tensor) -> Tensor:
+    """Return a weight through which a gradient reaches the master of its codes; a weight without one as it is."""
+    if not isinstance(w, GatheredWeight) or w.master is None:
+        return w
+    found: Tensor = WithMaster.apply(w.master, w)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Experts(torch.autograd.Function):
+    """The experts (N, K) of a stack of codes. The stack's gradient is zero for an expert that has none."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: GatheredWeight) -> tuple[GatheredWeight, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.transposed = stack.transposed
+        return tuple(stack.expert(e) for e in range(len(stack)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor:
+        one = next(g for g in grads if g is not None)
+        stacked = torch.stack([torch.zeros_like(one) if g is None else g for g in grads])
+        return stacked.transpose(1, 2) if ctx.transposed else stacked

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
+from aoquant.distributed.gathered import GatheredWeight, with_gradient
 from aoquant.formats import Encoded, Scales
 from aoquant.linear.checks import (
     cast,
@@ -47,7 +48,9 @@ class Rows(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The arguments of a call that need no gradient. recipe: its key. packed: codes (E * N, K), in place of w."""
+    """The arguments of a call that need no gradient. recipe: its key. packed: codes (E * N, K), in place of w, or w's
+    own where w is there as codes alone.
+    """
 
     recipe: str
     transposed: bool
@@ -55,9 +58,11 @@ class Given(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward keeps for backward; w and x are None where no gradient needs them."""
+    """What forward keeps for backward; w and x are None where no gradient needs them. w: or its codes, which are
+    written anew between steps; those of a packed weight are not.
+    """
 
-    w: Tensor | None
+    w: Tensor | Encoded | None
     x: Tensor | Encoded | None
     ends: Tensor
     token: Tensor | None
@@ -73,18 +78,20 @@ class GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         y, x_q = multiply(x, w, Rows(ends, token, place), given)
-        keep(ctx, Saved(w if needs_x else None, x_q if needs_w else None, ends, token, place))
+        kept_w = w if given.packed is None else given.packed if w is not None else None
+        keep(ctx, Saved(kept_w if needs_x else None, x_q if needs_w else None, ends, token, place))
+        ctx.packed_fqn = w.fqn if isinstance(w, GatheredWeight) else ""
         ctx.given, ctx.needs, ctx.w_dtype = given, (needs_x, needs_w), None if w is None else w.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        saved, (needs_x, needs_w), given = kept(ctx), ctx.needs, ctx.given
+        saved, (needs_x, needs_w), given = kept(ctx, ctx.packed_fqn), ctx.needs, ctx.given
         ends, recipe = saved.ends, recipe_of(given.recipe)
         dx = dw = None
         if needs_x:
-            w = saved.w if given.packed is None else given.packed
+            w = given.packed if saved.w is None else saved.w
             dx = ops.grouped_dgrad(grad, ends, w, recipe.fprop_weight, given.transposed)
             dx = dx if saved.place is None else ops.gathered_sum(dx, saved.place)
             dx = pulled_back(dx, recipe.fprop_input, None)
@@ -107,7 +114,7 @@ def multiply(x: Tensor, w: Tensor | None, rows: Rows, given: Given) -> tuple[Ten
         made = ops.encode(x, recipe.fprop_input, reads="operand" if x.is_cuda else "").row
         assert made is not None
         x_q, values = made.codes, made.values
-    weight = given.packed if w is None else w
+    weight = w if given.packed is None else given.packed
     assert weight is not None
     sides = recipe.fprop_input, recipe.fprop_weight, given.transposed
     return ops.grouped_mm(x_q, values, rows.token, rows.ends, weight, *sides, x.dtype), x_q
@@ -118,8 +125,8 @@ def grouped_at_once(
 ) -> Tensor:
     """Return y (S, N), zero behind the last expert's rows, differentiable in x and a float w.
 
-    x: (S, K) sorted by expert, or (T, K) where `rows` has tokens. w: (E, N, K), or (E, K, N) when `transposed`; or
-    codes (E, N, K), whatever `transposed` says. Only where `why_not_at_once` is None.
+    x: (S, K) sorted by expert, or (T, K) where `rows` has tokens. w: (E, N, K), or (E, K, N) when `transposed`, float
+    or a `GatheredWeight`; or codes (E, N, K), whatever `transposed` says. Only where `why_not_at_once` is None.
 
     Raises:
         ValueError: as `quantized_linear`.
@@ -129,14 +136,17 @@ def grouped_at_once(
     check_device(x, w.codes if isinstance(w, Encoded) else w)
     given_x, x = x, cast(x)
     weight, packed = None, None
-    if isinstance(w, Encoded):
-        codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in w.tensors)
+    encoded = w if isinstance(w, Encoded) else w.rows if isinstance(w, GatheredWeight) else None
+    if encoded is not None:
+        outer = encoded.outer  # of each row, or of each expert
+        outer = None if outer is None else outer.expand(*encoded.codes.shape[:2], 1)
+        codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
         assert codes is not None
-        packed = Encoded(codes, scale, zero, outer, w.k)
-    else:
-        weight = w
+        packed = Encoded(codes, scale, zero, outer, encoded.k)
+    if not isinstance(w, Encoded):
+        weight = with_gradient(w)
         check_dtype(given_x, w.dtype, recipe.contract)
-    given = Given(recipe.key, transposed and packed is None, packed)
+    given = Given(recipe.key, transposed and weight is not None, packed)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return multiply(x, weight, rows, given)[0]
     return _applied(x, weight, *rows, given)
@@ -161,7 +171,7 @@ def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool 
         # a compiler does not see the loop of the op itself, so on a CPU that will do
         device = "" if torch.compiler.is_compiling() and w.codes.device.type == "cpu" else str(w.codes.device)
         return _why_not(recipe.key, torch.bfloat16, w.codes.shape[1], w.k, device)
-    if type(w) not in (Tensor, nn.Parameter):
+    if type(w) not in (Tensor, nn.Parameter, GatheredWeight):
         return f"takes plain tensors, not {type(w).__name__}"
     n, k = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
     return _why_not(recipe.key, compute_dtype(w), n, k, str(w.device))

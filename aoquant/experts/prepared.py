@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from aoquant import ops
 from aoquant.distributed import ranks
 from aoquant.distributed.fsdp import layer_class, swap_class
+from aoquant.distributed.gathered import GatheredWeight
 from aoquant.experts import sharded
 from aoquant.experts.families import reading_of
 from aoquant.experts.grouped_linear import Rows, grouped_bias, why_not_at_once
@@ -85,6 +86,10 @@ class QATExperts(PreparedModule):
         w: Tensor = getattr(self, name)[expert]
         return w.t().contiguous() if self.is_transposed else w
 
+    def values(self, name: str) -> Tensor:
+        """Return the parameter that is encoded, in the module's own layout."""
+        return cast(Tensor, getattr(self, name))
+
     def states(self, *stacks: str) -> list[str]:
         """Names of the buffers that belong to the training of `stacks`, by default of all: states of random numbers and
         held scales.
@@ -132,9 +137,16 @@ class QATExperts(PreparedModule):
 
     def _forward_whole(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward over parameters that are no DTensors."""
+        if torch.compiler.is_compiling() and any(isinstance(getattr(self, n), GatheredWeight) for n in self.stacks):
+            return self._forward_outside(hidden_states, top_k_index, top_k_weights)
         if self.fake_quant and not self._eager and all(self._joins(name) for name in self.stacks):
             return self._forward_routed(hidden_states, top_k_index, top_k_weights, True)
         return self._forward_in_a_loop(hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable
+    def _forward_outside(self, *routed: Tensor) -> Tensor:
+        """The forward over codes, outside a compiler's graph."""
+        return self._forward_whole(*routed)
 
     def _joins(self, name: str) -> bool:
         """Return whether the experts of a prepared parameter are multiplied at once."""

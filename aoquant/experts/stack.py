@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aoquant.distributed.gathered import Experts, GatheredWeight, with_gradient
 from aoquant.experts.grouped_linear import Rows, grouped_at_once, grouped_in_a_loop, why_not_at_once
 from aoquant.formats import Scales
 from aoquant.linear.checks import autocasts, check_dtype, compute_dtype
@@ -123,13 +124,18 @@ class Stack:
 
     @cached_property
     def _matrices(self) -> tuple[Tensor, ...]:
-        """Return one gradient for the whole stack, zero where an expert had no tokens."""
-        return self.w.unbind(0)
+        """Return the experts, with one gradient for the whole stack, zero where an expert had no tokens."""
+        if not isinstance(self.w, GatheredWeight):
+            return self.w.unbind(0)
+        if self.w.key != self.recipe.key:
+            raise ValueError(f"{self.fqn} is gathered as codes of another recipe: call quantized_all_gather again")
+        found: tuple[Tensor, ...] = Experts.apply(with_gradient(self.w))  # type: ignore[no-untyped-call]
+        return found
 
     def _matrix(self, expert: int) -> Tensor:
         """Return one expert as (N, K): a transposed one is copied, because encoders read rows."""
         w = self._matrices[expert]
-        return w.t().contiguous() if self.transposed else w
+        return w.t().contiguous() if self.transposed and not isinstance(w, GatheredWeight) else w
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

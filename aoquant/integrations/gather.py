@@ -11,7 +11,7 @@ weight gives, byte for byte, so training computes what it computes without this.
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the sharded tensor, which is a subclass here
 (`EncodingShard`): it shares the memory of the plain one, optimizers and checkpoints see a plain tensor, and a copy on
 another device (CPU offload) stays one. A scale of the whole tensor is made by all ranks before each gather: one
-maximum of 8 bytes for each weight.
+maximum of 8 bytes for each weight. Of stacked experts a rank has whole ones, whose scales are its own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from aoquant._messages import check_model
 from aoquant.distributed import fsdp
 from aoquant.distributed.gathered import GatheredWeight, Layout
 from aoquant.experts.prepared import QATExperts
-from aoquant.formats import Operand
+from aoquant.formats import Encoded, Operand
 from aoquant.linear.embedding import QATEmbedding
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.recipe import LinearRecipe
-from aoquant.linear.weight_codes import encoded_sides, reads_values
+from aoquant.linear.weight_codes import encoded_experts, encoded_sides, reads_values
 
 
 def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> dict[str, str]:
@@ -59,19 +59,25 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         layers = [p._module_info.module, *p._module_info.shared_modules]
         if filter_fn is not None and not all(filter_fn(m, names.get(m, "")) for m in layers):
             continue
-        fqn = names.get(layers[0], "")
-        if not all(isinstance(m, QATLinear) for m in layers):
+        parameters = [p._module_info.param_name, *p._module_info.shared_param_names]
+        read = [_prepared(m, name) for m, name in zip(layers, parameters, strict=True)]
+        if not read or any(r is None for r in read):
             found |= _as_values(p, names)
             continue
-        if p._module_info.param_name != "weight":
-            continue
-        recipe = layers[0].prepared.recipe
-        why = "bf16: tied layers have different recipes" if len({m.prepared.recipe.key for m in layers}) > 1 else None
+        fqn = names.get(layers[0], "")
+        stack = isinstance(layers[0], QATExperts)
+        fqn = f"{fqn}.{parameters[0]}" if stack else fqn
+        recipe = read[0].recipe
+        why = "bf16: tied layers have different recipes" if len({r.recipe.key for r in read}) > 1 else None
         why = why or _why_not(recipe, p)
         if why is None:
             dtype = group.mp_policy.param_dtype or p.sharded_param.dtype
             try:
-                made = Gathering.of(recipe, p.sharded_param.shape, p.padded_sharded_param_size[0], dtype)
+                shape, part = p.sharded_param.shape, p.padded_sharded_param_size[0]
+                if stack:
+                    made = Gathering.of_experts(recipe, shape, part, dtype, fqn, layers[0].is_transposed)
+                else:
+                    made = Gathering.of(recipe, shape, part, dtype)
             except ValueError as error:
                 raise ValueError(f"{fqn or 'linear'}: {error}") from None
             if made.length > 2 * p.padded_sharded_param_size.numel():
@@ -90,15 +96,20 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
     return found
 
 
+def _prepared(module: nn.Module, parameter: str) -> Any:
+    """Prepare's note on a linear layer's weight or on stacked experts; None for any other parameter."""
+    if isinstance(module, QATExperts):
+        return module.stacks.get(parameter)
+    return module.prepared if isinstance(module, QATLinear) and parameter == "weight" else None
+
+
 def _as_values(p: Any, names: dict[nn.Module, str]) -> dict[str, str]:
-    """Name a prepared parameter that is no linear layer's weight, and say that it is gathered in bf16."""
+    """Name an embedding's weight, and say that it is gathered in bf16."""
     info = p._module_info
     for module, parameter in (
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),
     ):
-        if isinstance(module, QATExperts) and parameter in module.stacks:
-            return {f"{names.get(module, '')}.{parameter}": "bf16: codes of stacked experts are not gathered yet"}
         if isinstance(module, QATEmbedding) and parameter == "weight":
             return {names.get(module, ""): "bf16: an embedding reads rows of its weight"}
     return {}
@@ -115,8 +126,9 @@ def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Gathering:
-    """How a weight (n, k) is gathered. recipe: of its layers. rows, columns: where the sides lie in a rank's buffer.
-    dtype: that it is encoded from. length: bytes of a buffer.
+    """How a weight (n, k) is gathered, or experts (E, n, k), (E, k, n) when `transposed`. recipe: of its layers. rows,
+    columns: where the sides lie in a rank's buffer. dtype: that it is encoded from. fqn: of experts. length: bytes of a
+    buffer.
     """
 
     recipe: LinearRecipe
@@ -124,6 +136,8 @@ class Gathering:
     dtype: torch.dtype
     rows: Layout
     columns: Layout | None
+    fqn: str = ""
+    transposed: bool = False
 
     @classmethod
     def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> Gathering:
@@ -142,6 +156,23 @@ class Gathering:
             columns = Layout.of(gemm.other, (k, padded[0]), (k, padded[1]), 1, dtype, rows.end)
         return cls(recipe, shape, dtype, rows, columns)
 
+    @classmethod
+    def of_experts(
+        cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype, fqn: str, transposed: bool
+    ) -> Gathering:
+        """part: experts of the first rank, whole ones."""
+        experts, n, k = shape[0], *(shape[:0:-1] if transposed else shape[1:])
+        gemm = recipe.dgrad
+
+        def planned(operand: Operand, *size: int) -> Encoded:
+            return operand.planned(torch.empty(size, dtype=dtype, device="meta"))
+
+        rows, columns = Layout.of_stack(planned(recipe.fprop_weight, n, k), part, experts, 0), None
+        if gemm.keeps == "values" and gemm.forward is None:
+            assert gemm.other is not None
+            columns = Layout.of_stack(planned(gemm.other, k, gemm.padded(n)), part, experts, rows.end)
+        return cls(recipe, shape, dtype, rows, columns, fqn, transposed)
+
     @property
     def length(self) -> int:
         return (self.columns or self.rows).end
@@ -149,7 +180,11 @@ class Gathering:
     def sent(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         """(length,) uint8: this rank's buffer. A collective where a scale is of the whole tensor."""
         buffer = torch.zeros(self.length, dtype=torch.uint8, device=shard.device)
-        made = encoded_sides(self.recipe, shard.to(self.dtype), [group])
+        w = shard.to(self.dtype)
+        if w.dim() == 3:
+            made = encoded_experts(self.recipe, w.transpose(1, 2) if self.transposed else w)
+        else:
+            made = encoded_sides(self.recipe, w, [group])
         if made is not None:
             self.rows.write(made.rows, buffer)
             if self.columns is not None and made.columns is not None:
@@ -167,6 +202,7 @@ class Gathering:
             return None
         made = self.rows.encoded(rows), None if self.columns is None else self.columns.encoded(columns)
         weight = GatheredWeight(self.shape, self.dtype, self.recipe.key, *made)
+        weight.fqn, weight.transposed = self.fqn, self.transposed
         return weight, weight.parts
 
 

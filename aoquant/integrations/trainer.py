@@ -114,7 +114,7 @@ class QATCallback(TrainerCallback):
         layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLayer)}.values()
         found = [sqnr(m.matrix() if m.master is None else m.master, m.quantised_weight()) for m in layers]
         experts = [(m, name) for m in model.modules() if isinstance(m, QATExperts) for name in m.stacks]
-        found += [sqnr(getattr(m, name), m.quantised_weight(name)) for m, name in experts]
+        found += [sqnr(m.values(name), m.quantised_weight(name)) for m, name in experts]
         logs = {MIN: min(found), MEAN: sum(found) / len(found)}
         if self.batch is not None:
             logs |= self._on_batch(model)

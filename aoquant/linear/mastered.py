@@ -1,4 +1,5 @@
-"""Prepared layers whose codes follow a float32 master: the layers of `quantized_model_init`.
+"""Prepared layers whose codes follow a float32 master: the layers of `quantized_model_init`. Stacked experts have a
+subclass in experts/mastered.py.
 
 The layer's parameter is the master, and `layer.weight` is the codes. So whatever averages, broadcasts, clips, freezes,
 moves or saves parameters (DDP, accelerate, transformers' Trainer, an optimizer) meets an ordinary float32 parameter.
@@ -27,9 +28,9 @@ from aoquant.distributed.gathered import PACKED, GatheredWeight
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.delayed import Delayed
 from aoquant.linear.cache import Seen
-from aoquant.linear.prepared import DELAYED_STATE, QATLinear
+from aoquant.linear.prepared import DELAYED_STATE, PreparedModule, QATLinear
 from aoquant.linear.recipe import LinearRecipe
-from aoquant.linear.weight_codes import Sides, encoded_sides
+from aoquant.linear.weight_codes import Sides, encoded_experts, encoded_sides
 
 _CODES = "_aoquant_codes"  # attribute of a master
 _STALE = (
@@ -43,7 +44,9 @@ _REPLACED = (
 
 
 class MasterCodes:
-    """The codes of one master. weight: what the layers multiply. turned: the layers store W^T (K, N)."""
+    """The codes of one master, a matrix or stacked experts. weight: what the layers multiply. turned: the layers store
+    W^T (K, N).
+    """
 
     def __init__(
         self,
@@ -73,8 +76,8 @@ class MasterCodes:
 
     @property
     def values(self) -> Tensor:
-        """The master as (N, K)."""
-        return self.master.t() if self._turned else self.master
+        """The master as (N, K), or (E, N, K)."""
+        return self.master.transpose(-2, -1) if self._turned else self.master
 
     @property
     def current(self) -> bool:
@@ -123,20 +126,24 @@ class MasterCodes:
 
     def _sides(self) -> Sides:
         with torch.inference_mode(False), torch.no_grad():
-            values, held = self.values.contiguous(), None
-            if self._recipe.history:
-                held = Scales(self._delayed().factor[1:2].view(1, 1).to(values.device))
-                self._amax = ops.absmax(values)
-            sides = encoded_sides(self._recipe, values, held=held)
+            if self.master.dim() == 3:
+                sides = encoded_experts(self._recipe, self.values)
+            else:
+                values, held = self.values.contiguous(), None
+                if self._recipe.history:
+                    held = Scales(self._delayed().factor[1:2].view(1, 1).to(values.device))
+                    self._amax = ops.absmax(values)
+                sides = encoded_sides(self._recipe, values, held=held)
         assert sides is not None
         self._seen = Seen(self.master)
         return sides
 
     def _made(self, dtype: torch.dtype) -> GatheredWeight:
-        sides = self._sides()
+        sides, stack = self._sides(), self.master.dim() == 3
+        shape = self.master.shape if stack else self.values.shape
         with torch.inference_mode(False):
-            made = GatheredWeight(self.values.shape, dtype, self._recipe.key, sides.rows, sides.columns)
-        made.master, made.fqn = self.master, self.fqn
+            made = GatheredWeight(shape, dtype, self._recipe.key, sides.rows, sides.columns)
+        made.master, made.fqn, made.transposed = self.master, self.fqn, stack and self._turned
         return made
 
 
@@ -146,18 +153,70 @@ def codes_of(master: Tensor) -> MasterCodes | None:
     return found
 
 
-class MasteredLinear(QATLinear):
-    """Prepared layer with packed weights. Its class is made by `mastered` from the layer's own."""
+class Mastered(PreparedModule):
+    """Prepared module with packed weights. codes: of each packed parameter, by its name."""
 
-    codes: MasterCodes
+    codes: dict[str, MasterCodes]
+
+    def current_codes(self, name: str) -> MasterCodes:
+        """Return the codes of a parameter, brought up to date; compiled code reads those that are there.
+
+        Raises:
+            ValueError: the module's parameter is another one.
+        """
+        codes = self.codes[name]
+        if not torch.compiler.is_compiling():
+            if self._parameters.get(name) is not codes.master:
+                raise ValueError(_REPLACED)
+            if not codes.current:
+                codes.refresh()
+        return codes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.codes:
+            raise ValueError(f"{self.codes[name].fqn or 'linear'}: {_REPLACED}")
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(f"{self._named()}: {PACKED}")
+
+    def _named(self) -> str:
+        return next(iter(self.codes.values())).fqn or "linear"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or cast the module; masters stay float32."""
+        before = []
+        for codes in self.codes.values():
+            like = fn(torch.empty(0, dtype=codes.weight.dtype, device=codes.weight.device))
+            before.append((codes, like, codes.master.data, codes.master.grad))
+            codes.master.grad = None  # has the master's dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for codes, like, data, grad in before:
+            if codes.master.dtype != data.dtype:
+                codes.master.data = data.to(like.device)
+            if grad is not None:
+                codes.master.grad = grad.to(like.device)
+            codes.cast(like.dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers") and any(prefix + name in state_dict for name in self.codes):
+            raise ValueError(f"{self._named()}: {_REPLACED}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        for codes in self.codes.values():
+            codes.refresh(loaded=True)
+
+
+class MasteredLinear(Mastered, QATLinear):
+    """Prepared layer with packed weights. Its class is made by `mastered_class` from the layer's own."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The codes, and not the parameter of this name."""
-        return self.codes.weight
+        return self.codes["weight"].weight
 
     def matrix(self) -> Tensor:
-        return self.codes.weight if self.fake_quant else self.codes.values.to(self.codes.weight.dtype)
+        return self.weight if self.fake_quant else self.codes["weight"].values.to(self.weight.dtype)
 
     @property
     def master(self) -> Tensor:  # type: ignore[override]
@@ -166,65 +225,37 @@ class MasteredLinear(QATLinear):
         Raises:
             ValueError: the layer's parameter is another one.
         """
-        if torch.compiler.is_compiling():
-            return self.codes.values
-        if self._parameters.get("weight") is not self.codes.master:
-            raise ValueError(_REPLACED)
-        if not self.codes.current:
-            self.codes.refresh()
-        return self.codes.values
+        return self.current_codes("weight").values
 
     @torch.no_grad()
     def encode_weight(self) -> Encoded:
-        _ = self.master
-        return self.codes.weight.rows
+        return self.current_codes("weight").weight.rows
 
     def held_scales(self, side: str) -> Scales | None:
         return None if side == "weight" else super().held_scales(side)  # codes have theirs
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            raise ValueError(f"{self.prepared.fqn or 'linear'}: {_REPLACED}")
-        super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError(f"{self.prepared.fqn or 'linear'}: {PACKED}")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or cast the layer; the master stays float32."""
-        master, like = self.codes.master, fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
-        before, grad = master.data, master.grad
-        master.grad = None  # has the master's dtype
-        super()._apply(fn, recurse)
-        if master.dtype != before.dtype:
-            master.data = before.to(like.device)
-        if grad is not None:
-            master.grad = grad.to(like.device)
-        self.codes.cast(like.dtype)
-        return self
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        if local_metadata.get("assign_to_params_buffers") and prefix + "weight" in state_dict:
-            raise ValueError(f"{self.prepared.fqn or 'linear'}: {_REPLACED}")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        self.codes.refresh(loaded=True)
-
 
 @functools.cache
-def _mastered(cls: Any) -> Any:
-    return type(f"Mastered{cls.__name__}", (MasteredLinear, cls), {})
+def _class(cls: Any) -> Any:
+    return mastered_class(MasteredLinear, cls)
 
 
-def hold_codes(layer: QATLinear, codes: MasterCodes) -> None:
-    """Make `layer` one whose parameter is the master of `codes`."""
-    layer._parameters["weight"] = codes.master
-    vars(layer)["codes"] = codes
-    cls: Any = type(layer)  # hashable, which mypy doubts
-    swap_class(layer, _mastered(cls))
+def mastered_class(base: Any, cls: Any, **members: Any) -> Any:
+    """Make the class of a module of class `cls` that holds codes. base: the `Mastered` of such modules."""
+    return type(f"Mastered{cls.__name__}", (base, cls), members)
 
 
-def release_codes(layer: QATLinear) -> None:
-    """Make `layer` an ordinary prepared one again, with its master as its weight; one that is so stays."""
-    if isinstance(layer, MasteredLinear):
-        swap_class(layer, type(layer).__bases__[-1])
-        del vars(layer)["codes"]
+def hold_codes(module: PreparedModule, codes: dict[str, MasterCodes], cls: Any = None) -> None:
+    """Make the masters of `codes` the module's parameters. cls: its new class; by default a linear layer's."""
+    for name, made in codes.items():
+        module._parameters[name] = made.master
+    vars(module)["codes"] = codes
+    old: Any = type(module)  # hashable, which mypy doubts
+    swap_class(module, cls or _class(old))
+
+
+def release_codes(module: nn.Module) -> None:
+    """Make `module` an ordinary prepared one again, with its masters as its weights; one that is so stays."""
+    if isinstance(module, Mastered):
+        swap_class(module, type(module).__bases__[-1])
+        del vars(module)["codes"]

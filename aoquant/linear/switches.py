@@ -8,6 +8,7 @@ from aoquant._messages import check_model
 from aoquant.distributed.gathered import PACKED, GatheredWeight
 from aoquant.kv import hook
 from aoquant.linear import fast_path, replaced
+from aoquant.linear.mastered import Mastered
 from aoquant.linear.prepared import PreparedModule, QATLayer
 
 
@@ -46,7 +47,8 @@ def unprepare(model: nn.Module) -> int:
                 f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
             )
     for name, module in model.named_modules():
-        if isinstance(module, QATLayer) and isinstance(module.weight, GatheredWeight):
+        gathered = isinstance(module, QATLayer) and isinstance(module.weight, GatheredWeight)
+        if gathered or isinstance(module, Mastered):
             raise ValueError(f"{name or 'linear'}: {PACKED}")
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     caches = [m for m in hook.quantised(model).values() if not m.kv_quant.converted]

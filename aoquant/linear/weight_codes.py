@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def reads_values(recipe: LinearRecipe) -> str | None:
 
 
 class Sides(NamedTuple):
-    """Codes of a weight, or of some of its rows: of W, and of W^T where dgrad reads them."""
+    """Codes of a weight, or of some of its rows: of W, and of W^T where dgrad reads them. Experts have E in front."""
 
     rows: Encoded
     columns: Encoded | None
@@ -57,3 +58,26 @@ def encoded_sides(
     if not w.numel():
         return None
     return Sides(codec.encode(weight_as, w) if held is None else weight_as.encode(w, held), columns)
+
+
+def encoded_experts(recipe: LinearRecipe, w_ENK: Tensor) -> Sides | None:
+    """The sides of experts, each encoded by itself; None of no expert."""
+    sides = [s for w in w_ENK if (s := encoded_sides(recipe, w.contiguous())) is not None]
+    columns = [s.columns for s in sides if s.columns is not None]
+    return Sides(_stacked([s.rows for s in sides]), _stacked(columns) if columns else None) if sides else None
+
+
+def _stacked(parts: Sequence[Encoded]) -> Encoded:
+    """Encoded matrices of one format, with E in front."""
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        given = [t for t in tensors if t is not None]
+        if not given:
+            return None
+        # torch stacks no float8 under autocast
+        bytes_ = [t.view(torch.uint8) if t.element_size() == 1 else t for t in given]
+        return torch.stack(bytes_).view(given[0].dtype)
+
+    codes, scale, zero, outer = (joined(column) for column in zip(*(e.tensors for e in parts), strict=True))
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, parts[0].k)

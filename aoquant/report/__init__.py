@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from aoquant._messages import AoquantWarning, check_model, first, track
 from aoquant.distributed import fsdp
 from aoquant.distributed.gathered import PACKED, GatheredWeight
+from aoquant.linear.mastered import Mastered
 from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.sizes import stored_bytes
@@ -169,7 +170,7 @@ def report(
                 f"model_{side} is sharded over ranks, and its layers cannot be run one by one: {fsdp.GATHER}, and compare that"
             )
         for fqn, module in model.named_modules():
-            if isinstance(getattr(module, "weight", None), GatheredWeight):
+            if isinstance(module, Mastered) or isinstance(getattr(module, "weight", None), GatheredWeight):
                 raise ValueError(f"model_{side}: {fqn}: {PACKED}")
     pairs = pairs_of(a, b)
     bar = iter(track(pairs, "outputs") if progress else pairs)

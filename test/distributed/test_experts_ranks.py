@@ -15,21 +15,34 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.moe_models import IDS, model_of
 from support.two_ranks import Check, make
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from aoquant import MXFP4WeightConfig, QATConfig, quantize_, save_pretrained
+from aoquant import (
+    Cast,
+    HybridConfig,
+    MXFP4WeightConfig,
+    QATConfig,
+    quantize_,
+    quantized_model_init,
+    save_pretrained,
+)
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.experts.sharded import ShardedExperts
-from aoquant.integrations.distributed import full_state_dict
+from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 from aoquant.linear.tensor import same_bits
+from aoquant.recipes import get_recipe
 
 CONFIG = MXFP4WeightConfig()  # weights and activations
+ORIGINAL = HybridConfig.fwd_bwd("te-nvfp4", "te-nvfp4").replaced(dgrad_weight=Cast("te-nvfp4"))
 CHECKS: dict[str, Check] = {}
 
 
@@ -241,6 +254,106 @@ def what_cannot_be_shared_out_is_refused(mesh: DeviceMesh, folder: Path) -> None
         quantize_(drawn, QATConfig(CONFIG, step="prepare", backward="quartet2"))
 
 
+def steps(model: Any, mesh: DeviceMesh, count: int = 2) -> list[Tensor]:
+    """AdamW steps on tokens of the rank's own; returns its losses."""
+    optimizer, losses, ids = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), [], IDS
+    for step in range(count):
+        ids = (IDS + 3 * step + mesh.get_rank()) % 64
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+GATHERED: dict[str, tuple[str, Any, str, int]] = {
+    "stored (E, N, K), a quantised backward": ("mixtral", get_recipe("nvfp4-training").prepare(seed=3), "rows", 8),
+    "stored (E, K, N), both sides": ("gpt-oss", ORIGINAL, "rows and columns", 8),
+    "experts that do not divide the ranks": ("mixtral", QATConfig("mxfp4"), "rows", 3),
+    "a class with a forward of its own": ("llama-4", QATConfig("nvfp4"), "rows", 4),
+}
+
+
+def gathered_as_codes(mesh: DeviceMesh, folder: Path, how: str) -> None:
+    """Two steps equal those of a gather in bf16, and so do the converted shards."""
+    family, config, said, count = GATHERED[how]
+    models = []
+    for gathers in (False, True):
+        model = model_of(family)
+        del model.model.layers[1:]
+        for m in experts_of(model) if count == 3 else ():
+            m.num_experts = count
+            for name, p in list(m._parameters.items()):
+                m._parameters[name] = nn.Parameter(p.data[:count].clone())
+            router = model.model.layers[0].mlp.gate
+            router.weight = nn.Parameter(router.weight.data[:count].clone())
+        quantize_(model, config)
+        fully_shard(model.model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if gathers:
+            found = {n: how for n, how in quantized_all_gather(model).items() if ".experts." in n}
+            assert len(found) == 2 and set(found.values()) == {said}, found
+        models.append(model)
+    for got, want in zip(steps(models[1], mesh), steps(models[0], mesh), strict=True):
+        assert torch.equal(got, want)
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor()), name
+    if family == "llama-4":
+        return  # not converted while it is sharded
+    for model in models:
+        quantize_(model, QATConfig(step="convert"))
+    states = [full_state_dict(model) for model in models]
+    for name, value in states[0].items():
+        if isinstance(value, PackedExperts):
+            assert same_bits(value, states[1][name]), name
+
+
+for _how in GATHERED:
+    CHECKS[_how] = functools.partial(on_a_mesh, functools.partial(gathered_as_codes, how=_how))
+
+
+def masters_of_two_ranks(mesh: DeviceMesh, folder: Path) -> None:
+    """`quantized_model_init` under DDP: DCP saves on both ranks, and another model goes on bit for bit."""
+
+    def build(seed: int) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = model_of("gpt-oss")
+        del model.model.layers[1:]
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            p.data.normal_(0, 0.1)
+        masters = quantized_model_init(model, QATConfig("mxfp4"))
+        return DistributedDataParallel(model), masters, torch.optim.AdamW(masters.parameters(), lr=1e-2)
+
+    def train(run: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            ids = (IDS + 3 * step + mesh.get_rank()) % 64
+            run(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run, masters, optimizer = build(1)
+    train(run, optimizer, 0, 2)
+    states = dict(zip(("model", "optimizer"), get_state_dict(masters, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder / "masters")
+    train(run, optimizer, 2, 4)
+    again, others, optimizer = build(2)
+    states = dict(zip(("model", "optimizer"), get_state_dict(others, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder / "masters")
+    set_state_dict(others, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    train(again, optimizer, 2, 4)
+    for name, value in masters.state_dict().items():
+        assert torch.equal(value, others.state_dict()[name]), name
+
+
+CHECKS["masters_of_two_ranks"] = functools.partial(on_a_mesh, masters_of_two_ranks)
+QUICK = ("stored (E, K, N), both sides", "masters_of_two_ranks")
+
+
+def test_two_ranks_gather_codes_and_resume_masters() -> None:
+    make({name: CHECKS[name] for name in QUICK})
+
+
 @pytest.mark.slow
 def test_two_ranks_share_out_experts() -> None:
-    make(CHECKS)
+    make({name: made for name, made in CHECKS.items() if name not in QUICK})

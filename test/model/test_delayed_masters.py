@@ -93,7 +93,7 @@ def test_micro_batches_of_a_step_multiply_the_same_codes() -> None:
     optimizer = adamw(masters)
     train(model, optimizer, range(2))
     before, factor = model[0].weight.rows.codes.clone(), float(model[0].amax_factor[1])
-    amax = float(model[0].codes.master.detach().abs().max())
+    amax = float(model[0].codes["weight"].master.detach().abs().max())
     for i in range(3):
         backward(model, 2 + i)
         assert torch.equal(model[0].weight.rows.codes, before) and float(model[0].amax_factor[1]) == factor
@@ -228,9 +228,9 @@ def test_frozen_weights() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     masters = quantized_model_init(model, QATConfig("fp8-hybrid"))
-    before = model[0].codes.master.detach().clone()
+    before = model[0].codes["weight"].master.detach().clone()
     train(model, adamw(masters), range(1))
-    assert torch.equal(model[0].codes.master, before) and model[0].weight.grad is None
+    assert torch.equal(model[0].codes["weight"].master, before) and model[0].weight.grad is None
     model[0].weight.requires_grad_()
     train(model, adamw(masters), range(1))
-    assert not torch.equal(model[0].codes.master, before)
+    assert not torch.equal(model[0].codes["weight"].master, before)
