@@ -172,13 +172,15 @@ class GatheredWeight(Tensor):
 
     def expert(self, index: int) -> GatheredWeight:
         """Return one expert (N, K): views of its codes and scales."""
-        rows, columns = (
-            None if e is None else Encoded._make(t if t is None or type(t) is int else t[index] for t in e)
-            for e in (self.rows, self.columns)
-        )
-        assert rows is not None
+
+        def one(e: Encoded) -> Encoded:
+            codes, scale, zero, outer = (None if t is None else t[index] for t in e.tensors)
+            assert codes is not None
+            return Encoded(codes, scale, zero, outer, e.k)
+
+        columns = None if self.columns is None else one(self.columns)
         n, k = self.shape[:0:-1] if self.transposed else self.shape[1:]
-        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, rows, columns)
+        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, one(self.rows), columns)
         made.fqn = self.fqn
         return made
 
