@@ -80,11 +80,13 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
             found.prepared[fqn] = own.kv_cache
         else:
             found.quantised[fqn] = own
-    _check(model, found, skip_incompatible)
-    if found.layers is None and not (found.prepared or found.quantised or found.converted):
+    asked = found.layers is None or getattr(config, "kv_cache", None) is not None
+    if asked and not (found.prepared or found.quantised or found.converted):
         raise ValueError(
-            f"nothing to quantise: the {type(model).__name__} has no attention module with a KV cache that the config names"
+            f"no KV cache to quantise: the {type(model).__name__} has no attention module, with a cache among the arguments of its "
+            "forward, that the config names"
         )
+    _check(model, found, skip_incompatible)
     return found
 
 
