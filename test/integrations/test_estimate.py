@@ -69,6 +69,14 @@ def test_activations_follow_the_micro_batch(folder: Path) -> None:
     assert 1.9 < whole.saved / half.saved < 2.5
 
 
+def test_frozen_parts_have_no_optimizer(folder: Path) -> None:
+    whole, part = (needs.estimate(options(folder, freeze=names)) for names in ([], ["model.embed_tokens"]))
+    assert whole is not None and part is not None
+    embedding = 512 * 128
+    assert whole.parts["optimizer"] - part.parts["optimizer"] == 12 * embedding
+    assert whole.parts["trained model"] - part.parts["trained model"] == 2 * embedding
+
+
 def test_a_run_that_does_not_fit_is_refused_before_it_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ machine shows in a fifth of a second; encoding, decoding and everything else com
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aoquant.integrations.job.options import Options
-from aoquant.integrations.job.training import PRESETS
+from aoquant.integrations.job.training import PRESETS, freeze
 from aoquant.integrations.lm_eval import WINDOW, positions
 from aoquant.integrations.losses import BLOCK_BYTES, chunk_rows
 from aoquant.integrations.text import assets, find_pages
@@ -37,6 +38,7 @@ class Traced:
     """
 
     parameters: int
+    trained: int
     vocabulary: int
     hidden: int
     saved: int
@@ -77,10 +79,10 @@ class Estimate:
 def estimate(o: Options, ranks: int = 1) -> Estimate | None:
     """Return what a run will take on each of so many ranks; None where its model does not run on fake tensors."""
     dtype = getattr(torch, str(o.dtype))
-    traced = trace(o.model or str(assets()), dtype, o.device, o.block)
+    traced = trace(o.model or str(assets()), dtype, o.device, o.block, o.freeze)
     if traced is None:
         return None
-    size, parameters = dtype.itemsize, traced.parameters
+    size, parameters, trained = dtype.itemsize, traced.parameters, traced.trained
     sequences = min(o.micro_batch or o.batch_size, max(1, o.batch_size // ranks))
     rows = min(sequences * o.block, chunk_rows(traced.vocabulary))
     # of a chunk: the student's logits, the teacher's and a gradient, and float32 rows; the head's gradients in float32
@@ -89,23 +91,25 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
     window = o.window or min(WINDOW, traced.positions or WINDOW)
     # --teacher-cache keeps the float model in the memory of the CPU
     models = {} if o.teacher_cache is not None and o.device != "cpu" else {"float model": parameters * size}
-    shard, whole = {"trained model": parameters * size // ranks}, {"trained model": parameters * size}
-    masters = {"optimizer": parameters * _OPTIMIZER // ranks, "gradients": parameters * size // ranks}
+    # what is frozen is the float model's
+    shard, whole = {"trained model": trained * size // ranks}, {"trained model": trained * size}
+    masters = {"optimizer": trained * _OPTIMIZER // ranks, "gradients": trained * size // ranks}
     stages = {
         "training": {**models, **shard, **masters, "activations": traced.saved * sequences, "loss": loss},
-        "an optimizer step": {**models, **shard, **masters, "gradients of masters": parameters * 4 // ranks},
+        "an optimizer step": {**models, **shard, **masters, "gradients of masters": trained * 4 // ranks},
         "scoring": {**models, **whole, "logits": window * traced.vocabulary * (size + 8)},
     }
     largest = max(stages, key=lambda stage: sum(stages[stage].values()))
     text = sum(path.stat().st_size for path in o.texts) // _BYTES_PER_TOKEN
     steps = o.steps or PRESETS[o.preset or "qad"].steps_for(text // o.block, o.batch_size, o.block)
-    trained = steps * o.batch_size * o.block * (3 + (1 if o.loss == "kl" else 3))  # QAT; its teacher, or float tuned
+    beside = 3 if o.loss == "ce" else int(o.teacher_cache is None)  # the float model, tuned too; or the teacher
     scored = 5 * _text_bytes(o) / _BYTES_PER_TOKEN
-    seconds = traced.operations * (trained + scored) / ranks / _speed(traced.hidden, dtype, o.device)
+    operations = traced.operations * (steps * o.batch_size * o.block * (3 + beside) + scored) / ranks
+    seconds = operations / _speed(traced.hidden, dtype, o.device)
     return Estimate(largest, stages[largest], free_memory(o.device), seconds)
 
 
-def trace(model: str, dtype: torch.dtype, device: str, block: int) -> Traced | None:
+def trace(model: str, dtype: torch.dtype, device: str, block: int, frozen: Sequence[str] = ()) -> Traced | None:
     """Run the model of a folder or hub id on fake tensors. None: there is no model, or it looks at values."""
     kept: dict[StorageWeakRef, int] = {}
 
@@ -117,6 +121,7 @@ def trace(model: str, dtype: torch.dtype, device: str, block: int) -> Traced | N
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         with FakeTensorMode(), torch.device(device):
             made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            freeze(made, frozen)
             ids = torch.zeros(1, block, dtype=torch.long)
             with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 hidden = made.base_model(input_ids=ids, use_cache=False)[0]
@@ -124,6 +129,7 @@ def trace(model: str, dtype: torch.dtype, device: str, block: int) -> Traced | N
             head = made.get_output_embeddings().weight
             return Traced(
                 parameters=sum(p.numel() for p in made.parameters()),
+                trained=sum(p.numel() for p in made.parameters() if p.requires_grad),
                 vocabulary=head.shape[0],
                 hidden=head.shape[1],
                 saved=sum(n for storage, n in kept.items() if storage not in own) + hidden.nbytes,
