@@ -224,7 +224,7 @@ def _scores(
             for batch in track(batches, "score", "batch"):
                 logits = logits_of(run(model, batch))
                 flat = _counted(logits, batch)
-                generator = torch.Generator(flat.device).manual_seed(SEED + tokens)
+                generator = torch.Generator(device=flat.device).manual_seed(SEED + tokens)
                 drawn = torch.multinomial(flat.detach().float().softmax(-1), 1, generator=generator).squeeze(-1)
                 F.cross_entropy(flat.float(), drawn, reduction="sum").backward()
                 tokens += len(flat)

@@ -122,7 +122,7 @@ def trace(model: str, dtype: torch.dtype, device: str, block: int, frozen: Seque
         with FakeTensorMode(), torch.device(device):
             made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
             freeze(made, frozen)
-            ids = torch.zeros(1, block, dtype=torch.long)
+            ids = torch.zeros(1, block, dtype=torch.long, device=device)
             with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 hidden = made.base_model(input_ids=ids, use_cache=False)[0]
             own = {StorageWeakRef(p.untyped_storage()) for p in made.parameters()}
