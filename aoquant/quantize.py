@@ -95,7 +95,7 @@ def quantize_(
         _check_filter(filter_fn)
     fsdp.reshard(model)
     cached = caches.plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
-    if cached.layers is None:
+    if cached.layers is None and config is not None:
         cached.apply(model)
         if device is not None:
             model.to(device)

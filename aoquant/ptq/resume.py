@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -57,6 +55,8 @@ class Blocks:
         path = self._path(fqn)
         if not path.exists():
             return None
+        from safetensors import SafetensorError, safe_open  # an extra: `import aoquant` does without
+
         try:
             with safe_open(path, "pt") as file:
                 notes = file.metadata() or {}
@@ -74,6 +74,8 @@ class Blocks:
 
     def write(self, fqn: str, found: Mapping[str, tuple[Encoded | None, PTQRow]]) -> None:
         """Write a finished block, whole or not at all."""
+        from safetensors.torch import save_file
+
         parts = {
             f"{layer}:{part}": t.detach().cpu().contiguous()
             for layer, (e, _) in found.items()

@@ -198,7 +198,7 @@ def default_device() -> str:
 
 def slow_in_bfloat16(device: str) -> bool:
     """Return whether `device` is a CPU that multiplies bfloat16 slower than float32: 30 times without AVX-512."""
-    return torch.device(device).type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return device.partition(":")[0] == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def _try(recipe: Recipe, device: str) -> Tried:

@@ -45,7 +45,7 @@ COLUMNS = (
 
 def is_embedding(model: Path) -> bool:
     """Return whether a folder's model has no language-model head."""
-    architectures = AutoConfig.from_pretrained(str(model)).architectures or ("",)
+    architectures = AutoConfig.from_pretrained(str(model), trust_remote_code=False).architectures or ("",)
     return not architectures[0].endswith("ForCausalLM")
 
 
@@ -81,7 +81,7 @@ class Worker:
     def __init__(self, o: Any) -> None:
         self.o = o
         kind, dtype = (AutoModel, torch.float32) if o.embedding else (AutoModelForCausalLM, torch.bfloat16)
-        self.float_model = kind.from_pretrained(str(o.model), dtype=dtype).to(o.device).eval()
+        self.float_model = kind.from_pretrained(str(o.model), dtype=dtype, trust_remote_code=False).to(o.device).eval()
         with safe_open(o.tokens_file, "pt") as file:
             texts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             bos = file.metadata()["bos"]

@@ -37,6 +37,8 @@ def entered(wrong: Any) -> None:
 # function and argument: the call with something in the argument's place
 MODELS: dict[tuple[str, str], Callable[[Any], object]] = {
     ("calibrate", "model"): lambda wrong: aoquant.calibrate(wrong, [IDS]),
+    ("calibrate_ptq", "model"): lambda wrong: aoquant.calibrate_ptq(wrong, [IDS], aoquant.CalibrateConfig("int4-g32")),
+    ("choose_formats", "model"): lambda wrong: aoquant.choose_formats(wrong, ["int8"], batches=[IDS], bits=8.5),
     ("coverage", "model"): aoquant.coverage,
     ("fixed_weights", "model"): entered,
     ("freeze_routers", "model"): aoquant.freeze_routers,
