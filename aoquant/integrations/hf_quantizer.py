@@ -30,7 +30,7 @@ from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
 from aoquant.config import WeightConfig
-from aoquant.experts.families import is_transposed, stacked_names
+from aoquant.experts.families import is_transposed, stacked_names, stacks_of
 from aoquant.files import checksums
 from aoquant.files.stored_names import wide_dtype
 from aoquant.hybrid import HybridConfig
@@ -142,7 +142,8 @@ class Quantizer(TorchAoHfQuantizer):
         kinds = (nn.Linear, nn.Embedding) if self.quantization_config.include_input_output_embeddings else (nn.Linear,)
 
         def chosen(module: nn.Module, fqn: str) -> bool:
-            return isinstance(module, kinds) and should_convert_module(fqn, self.modules_to_not_convert)
+            taken = isinstance(module, kinds) or bool(stacks_of(module))
+            return taken and should_convert_module(fqn, self.modules_to_not_convert)
 
         quantize_(model, config, None if isinstance(config, FqnToConfig) else chosen)
         return model

@@ -18,6 +18,8 @@ from transformers import (
     FPQuantConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     TorchAoConfig,
     Trainer,
     TrainingArguments,
@@ -95,3 +97,22 @@ def test_fp_quant_on_a_cpu(master: bool, folder: Path) -> None:
     assert torch.equal(model(IDS).logits, want(IDS).logits)
     packed = [m for m in model.modules() if isinstance(getattr(m, "weight", None), aoquant.PackedTensor)]
     assert bool(prepared(model)) == master and bool(packed) != master
+
+
+@pytest.mark.parametrize("base", [Int4WeightConfig(32), "mxfp4", BASE], ids=["int4", "mxfp4", "torchao's"])
+def test_stacked_experts_are_prepared_or_refused_as_by_quantize(base: Any, tmp_path: Path) -> None:
+    """Experts are no nn.Linear: a filter of linear layers would leave them float without a word."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=4, vocab_size=64))
+    model.bfloat16().save_pretrained(tmp_path)
+    want = load(tmp_path)
+    try:
+        quantize_(want, QATConfig(base))
+    except ValueError:
+        with pytest.raises(ValueError, match="experts"):
+            load(tmp_path, TorchAoConfig(QATConfig(base)))
+        return
+    found = load(tmp_path, TorchAoConfig(QATConfig(base)))
+    assert {n: type(m) for n, m in found.named_modules()} == {n: type(m) for n, m in want.named_modules()}
+    assert torch.equal(found(IDS).logits, want(IDS).logits)
