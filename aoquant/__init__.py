@@ -40,9 +40,6 @@ from aoquant.ops import backend
 from aoquant.optimizer_groups import parameter_groups
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.ptq.calibrate_config import CalibrateConfig
-from aoquant.ptq.choose_formats import FormatChoice, choose_formats
-from aoquant.ptq.ptq_report import PTQReport
-from aoquant.ptq.sequential import calibrate_ptq
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, get_recipe, list_recipes
 from aoquant.refresh import refresh_
@@ -57,6 +54,9 @@ if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
     from aoquant.integrations.stream import convert_checkpoint
     from aoquant.integrations.vllm_sync import sync_vllm
+    from aoquant.ptq.choose_formats import FormatChoice, choose_formats
+    from aoquant.ptq.ptq_report import PTQReport
+    from aoquant.ptq.sequential import calibrate_ptq
 
 __version__ = "0.1.0"
 
@@ -128,10 +128,14 @@ if TYPE_CHECKING or _installed("transformers"):  # `from aoquant import *` asks 
 
 
 _HOMES = {
-    "load_pretrained": "hf",
-    "save_pretrained": "hf",
-    "convert_checkpoint": "stream",
-    "sync_vllm": "vllm_sync",
+    "load_pretrained": "integrations.hf",
+    "save_pretrained": "integrations.hf",
+    "convert_checkpoint": "integrations.stream",
+    "sync_vllm": "integrations.vllm_sync",
+    "FormatChoice": "ptq.choose_formats",
+    "choose_formats": "ptq.choose_formats",
+    "PTQReport": "ptq.ptq_report",
+    "calibrate_ptq": "ptq.sequential",
 }
 
 
@@ -141,5 +145,5 @@ def __getattr__(name: str) -> Any:
     if home is not None:
         from importlib import import_module
 
-        return getattr(import_module(f"aoquant.integrations.{home}"), name)
+        return getattr(import_module(f"aoquant.{home}"), name)
     raise AttributeError(f"module 'aoquant' has no attribute {name!r}")

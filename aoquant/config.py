@@ -406,9 +406,8 @@ class QATConfig(AOBaseConfig):
 
     Example:
 
-            QATConfig(NVFP4WeightConfig(), backward="quartet2")
+            QATConfig("int4-g128", backward="quartet2", kv_cache="fp8")
             QATConfig(weight_config="intx4-g32", activation_config="int8-row")
-            QATConfig("int4-g128", kv_cache="fp8")
     """
 
     base_config: AOBaseConfig | None = None
@@ -448,10 +447,8 @@ class QATConfig(AOBaseConfig):
             straight_through = "clipped" if backward == "quartet" else "identity"
         own = backward.seed if isinstance(backward, HybridConfig) else 0
         alone = isinstance(base_config, KVCacheConfig)
-        self.base_config, self.kv_cache = (
-            None if alone else named(base_config),
-            as_kv_config(base_config if alone else kv_cache),
-        )
+        self.base_config = None if alone else named(base_config)
+        self.kv_cache = as_kv_config(base_config if alone else kv_cache)
         self.activation_config, self.weight_config = activation_config, weight_config
         self.straight_through, self.scales = straight_through, "dynamic" if scales is None else scales
         self.backward, self.seed = backward, own if seed is None else seed
@@ -477,8 +474,7 @@ class QATConfig(AOBaseConfig):
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
         if isinstance(base_config, HybridConfig):
             raise ValueError(
-                "QATConfig: base_config says what is deployed, and a HybridConfig how it is trained: give quantize_ the HybridConfig "
-                "itself, or QATConfig(base, backward=HybridConfig.bwd(...))"
+                "QATConfig: base_config is deployed, and a HybridConfig trains: give it to quantize_ itself, or backward=HybridConfig.bwd(...)"
             )
         if base_config is not None and not isinstance(base_config, AOBaseConfig):
             raise ValueError(

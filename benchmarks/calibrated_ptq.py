@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aoquant
@@ -45,7 +46,7 @@ class Scored:
         kl = nll = 0.0
         for wanted, ids in zip(self.wanted, self.ids_BT, strict=True):
             got = self._log_probabilities(model, ids)
-            kl += float((wanted.exp() * (wanted - got)).sum())
+            kl += float(F.kl_div(got, wanted, log_target=True, reduction="sum"))
             nll -= float(got.gather(1, ids[1:, None]).sum())
         tokens = self.ids_BT.numel() - len(self.ids_BT)
         return 1000 * kl / tokens, math.exp(nll / tokens)

@@ -87,7 +87,7 @@ class Layout:
 
     @classmethod
     def of_stack(cls, one: Encoded, part: int, experts: int, begin: int) -> Layout:
-        """Of `experts` matrices that are encoded as `one` is, of which a rank has `part`."""
+        """Lay out `experts` matrices that are encoded as `one` is, of which a rank has `part`."""
         fields: list[_Field | None] = []
         for t in one.tensors:
             if t is None:

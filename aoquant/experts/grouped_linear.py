@@ -58,7 +58,7 @@ class Given(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward keeps for backward; w and x are None where no gradient needs them. w: or its codes, which are
+    """Hold what forward keeps for backward; w and x are None where no gradient needs them. w: or its codes, which are
     written anew between steps; those of a packed weight are not.
     """
 

@@ -47,8 +47,9 @@ class MasteredExperts(Mastered, QATExperts):
 
 
 class _Read:
-    """What a packed parameter reads as: its codes, or the master's values where fake quantisation is off. Not a
-    property: a `QATReadExperts` puts a `Stack` before it for the time of a forward.
+    """Read a packed parameter as its codes, or as the master's values where fake quantisation is off.
+
+    Not a property: a `QATReadExperts` puts a `Stack` before it for the time of a forward.
     """
 
     def __init__(self, name: str) -> None:

@@ -7,9 +7,10 @@ library's `save_file` takes all tensors of a file at once, and its readers map w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -97,6 +98,15 @@ def raw_bytes(values: Tensor) -> memoryview:
     if values.numel() == 0:
         return memoryview(b"")
     return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of named tensors: of names, dtypes, shapes and values, in their order."""
+    made = hashlib.sha256()
+    for name, t in tensors:
+        made.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        made.update(raw_bytes(t))
+    return made.hexdigest()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

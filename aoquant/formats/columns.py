@@ -37,7 +37,7 @@ class Levels:
 
     @classmethod
     def of(cls, format: Format, e: Encoded, dtype: torch.dtype) -> Levels:
-        """Levels of e's blocks, as `format.decode(e, dtype)` gives them."""
+        """Return levels of e's blocks, as `format.decode(e, dtype)` gives them."""
         block, rows = format.block or e.k, len(e.codes)
         every = _every_code(format, e)
         calls = -(-len(every) // block)  # a block of 32 values shows 32 codes at once
@@ -54,14 +54,14 @@ class Levels:
         return cls(v_GRL.contiguous(), every[order.gather(-1, moved)], block)
 
     def nearest(self, w_R: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """(values, codes) of one column of float32 values, (R,) each; of two values as near, the smaller one."""
+        """Return (values, codes) of one column of float32 values, (R,) each; of two values as near, the smaller one."""
         group = column // self.block
         index = torch.searchsorted(self.middles_GRL[group], w_R.unsqueeze(-1))
         value = self.values_GRL[group].gather(-1, index)
         return value.squeeze(-1), self.codes_GRL[group].gather(-1, index).squeeze(-1)
 
     def nearest_to(self, w_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """(values, codes) of all columns of a float32 matrix, (R, K) each."""
+        """Return (values, codes) of all columns of a float32 matrix, (R, K) each."""
         columns = [self.nearest(w_R, j) for j, w_R in enumerate(w_RK.t().contiguous())]
         values, codes = zip(*columns, strict=True)
         return torch.stack(values, 1), torch.stack(codes, 1)
@@ -73,7 +73,7 @@ def packed(format: Format, e: Encoded, codes_RK: Tensor) -> Encoded:
 
 
 def rows(e: Encoded, first: int, last: int, tile_rows: int = 1) -> Encoded:
-    """Rows `first` to `last` of e; both are multiples of `tile_rows`, or the end."""
+    """Return rows `first` to `last` of e; both are multiples of `tile_rows`, or the end."""
 
     def cut(t: Tensor | None) -> Tensor | None:
         if t is None or t.shape[0] == 1:
@@ -84,7 +84,7 @@ def rows(e: Encoded, first: int, last: int, tile_rows: int = 1) -> Encoded:
 
 
 def _every_code(format: Format, e: Encoded) -> Tensor:
-    """All codes that `quantize` can write, as bytes (uint8) before they are packed."""
+    """Return all codes that `quantize` can write, as bytes (uint8) before they are packed."""
     if e.codes.dtype == torch.int8:
         low, high = format.limits
         return torch.arange(low, high + 1, dtype=torch.int8, device=e.codes.device).view(torch.uint8)

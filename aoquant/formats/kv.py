@@ -12,7 +12,7 @@
 All arithmetic is float32 with IEEE roundings and without FMA, one rounding for each operation as written; reading
 rounds to `dtype` once, at the end. H is Sylvester's matrix on blocks of b values, by butterflies; D is a diagonal of
 signs. Under a static scale that is a power of two a CPU and a GPU write the same bytes. GPU writers of the token-head
-formats divide by `div.full` and fuse multiply-adds: up to 0.7 % of their codes differ by one from those of a CPU.
+formats divide by `div.full` and fuse multiply-adds, so some of their codes differ from those of a CPU.
 
 Sources: vLLM 0.33 `cache_kernels.cu`, `triton_reshape_and_cache_flash.py`, `int4_per_token_head.py`,
 `nvfp4_kv_cache_kernels.cu`; llama.cpp `cpy-utils.cuh` and its rotation of quantised caches (pull request 21038).
@@ -51,21 +51,21 @@ class KVFormat:
 
     @property
     def static(self) -> bool:
-        """True for formats that take a scale: the layer holds one, for a tensor or for each head."""
+        """Return whether the format takes a scale: the layer holds one, for a tensor or for each head."""
         return self.name in ("fp8", "fp8-e5m2", "nvfp4")
 
     @property
     def largest(self) -> float:
-        """The absmax that a static scale of 1 reaches."""
+        """Return the absmax that a static scale of 1 reaches."""
         return {"fp8": 448.0, "fp8-e5m2": 57344.0, "nvfp4": 2688.0}[self.name]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scale that `write` returns for each token and head; 0 where it returns none."""
+        """Return the bytes of the scale that `write` returns for each token and head; 0 where it returns none."""
         return 4 if self.name.endswith("token-head") else 0
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of the codes of one token and head."""
+        """Return the bytes of the codes of one token and head."""
         if self.name == "nvfp4":
             return head_dim // 2 + head_dim // 16
         if self.name in ("q8_0", "q4_0"):
@@ -82,7 +82,7 @@ class KVFormat:
         return None
 
     def static_scale(self, amax: Tensor, power_of_two: bool = True) -> Tensor:
-        """The float32 scale of a largest magnitude; a power of two at or above amax / `largest`, or that itself."""
+        """Return the float32 scale of a largest magnitude; a power of two at or above amax / `largest`, or that."""
         scale = quotient(amax.float(), self.largest)
         return at_or_above(scale) if power_of_two else scale
 
@@ -156,8 +156,8 @@ class KVFormat:
             raise ValueError(f"{self.name} makes a scale for each token and head, and takes none: leave scale out")
 
     def _turned(self, y: Tensor) -> Tensor:
-        """Float32 rows times llama.cpp's orthonormal matrix: its own inverse. Head dimensions that 64 does not divide
-        are left as they are. K has the largest power of two for a block, V 64.
+        """Return float32 rows times llama.cpp's orthonormal matrix: its own inverse. Head dimensions that 64 does not
+        divide are left as they are. K has the largest power of two for a block, V 64.
         """
         d = y.shape[-1]
         if d % 64:
@@ -180,12 +180,12 @@ def get_kv_format(name: str, role: str = "k") -> KVFormat:
 
 
 def _half_away(y: Tensor) -> Tensor:
-    """Whole numbers as vLLM's kernels round: half away from zero by adding and cutting off."""
+    """Return whole numbers as vLLM's kernels round: half away from zero by adding and cutting off."""
     return torch.where(y >= 0, y + 0.5, y - 0.5).trunc()
 
 
 def _mixed(y: Tensor, *, signs_first: bool) -> Tensor:
-    """Float32 rows times H D (signs first) or D H: blocks of the largest power of two that divides the row."""
+    """Return float32 rows times H D (signs first) or D H: blocks of the largest power of two that divides the row."""
     d = y.shape[-1]
     b = d & -d
     bit = torch.arange(16, dtype=torch.int32, device=y.device)
@@ -214,7 +214,7 @@ def _read_int4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _write_ggml(y: Tensor, kind: str) -> Tensor:
-    """Blocks of a float16 d and 32 codes; q4_0 has values j and j + 16 of a block in the nibbles of one byte."""
+    """Return blocks of a float16 d and 32 codes; q4_0 has values j and j + 16 of a block in the nibbles of one byte."""
     format, rows = Ggml(kind), y.reshape(-1, y.shape[-1])
     e = format.quantize(rows, format.measure(rows))
     assert e.scale is not None

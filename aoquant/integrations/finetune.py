@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
@@ -173,7 +172,7 @@ def check_block(block: int, positions: int) -> None:
 
 
 def order_of_blocks(blocks: int, steps: int, batch: int, seed: int) -> Tensor:
-    """Indices (steps, batch), int64, of the blocks of a run: every block once before any comes again."""
+    """Return indices (steps, batch), int64, of the blocks of a run: every block once before any comes again."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     wanted = steps * batch
     rounds = [torch.randperm(blocks, generator=generator, device="cpu") for _ in range(-(-wanted // blocks))]
@@ -181,7 +180,7 @@ def order_of_blocks(blocks: int, steps: int, batch: int, seed: int) -> Tensor:
 
 
 def rate_at(peak: float, step: int, steps: int, final: float = 0.0) -> float:
-    """Learning rate of a step (0-based): a warm-up of a twentieth, then half a cosine to `final`."""
+    """Return the learning rate of a step (0-based): a warm-up of a twentieth, then half a cosine to `final`."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -303,13 +302,6 @@ def block_loss(
         return kl_divergence(logits_NV, target_NV, weight)
 
     return chunked_loss(model, hidden_BTD, to_teacher)
-
-
-def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
-    """KL divergence of the student's next-token distribution from the teacher's, in nats a token. Logits."""
-    target = F.log_softmax(teacher_BTV.float(), -1).flatten(0, 1)
-    student = F.log_softmax(student_BTV.float(), -1).flatten(0, 1)
-    return F.kl_div(student, target, log_target=True, reduction="batchmean")
 
 
 def master_adamw(model: torch.nn.Module, learning_rate: float | Tensor, **options: Any) -> AdamW:

@@ -43,8 +43,8 @@ _PARTS = (*_WEIGHTS, "scales", *_BESIDE, "backward_hadamard_matrix")
 def load(
     folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
 ) -> PreTrainedModel:
-    """The model of an FP-Quant folder: packed layers with the stored codes and scales; prepared layers with the stored
-    weights, and as `from_fp_quant` prepares them, where store_master_weights is set.
+    """Return the model of an FP-Quant folder: packed layers with the stored codes and scales; prepared layers with the
+    stored weights, and as `from_fp_quant` prepares them, where store_master_weights is set.
 
     dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for
         the CPU.

@@ -178,7 +178,7 @@ class Gathering:
         return (self.columns or self.rows).end
 
     def sent(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """(length,) uint8: this rank's buffer. A collective where a scale is of the whole tensor."""
+        """Return (length,) uint8: this rank's buffer. A collective where a scale is of the whole tensor."""
         buffer = torch.zeros(self.length, dtype=torch.uint8, device=shard.device)
         w = shard.to(self.dtype)
         if w.dim() == 3:
@@ -192,7 +192,7 @@ class Gathering:
         return buffer
 
     def received(self, buffers: Tensor, out: GatheredWeight | None) -> tuple[GatheredWeight, list[Tensor]] | None:
-        """The weight and its tensors, from the buffers of all ranks in a row; written into `out`, if given."""
+        """Return the weight and its tensors, from the buffers of all ranks in a row; written into `out`, if given."""
         buffers_RL = buffers.view(-1, self.length)
         rows, columns = self.rows.read(buffers_RL), [] if self.columns is None else self.columns.read(buffers_RL)
         if out is not None:
@@ -213,7 +213,7 @@ class EncodingShard(Tensor):
 
     @classmethod
     def of(cls, shard: Tensor, gathering: Gathering) -> EncodingShard:
-        """The same memory."""
+        """Return the same memory."""
         made: EncodingShard = torch.Tensor._make_subclass(cls, shard.detach())
         made.gathering = gathering
         return made

@@ -12,6 +12,7 @@ and what it saves is a float checkpoint. FP-Quant's config does the same whereve
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,8 +30,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
+from aoquant._messages import AoquantWarning
 from aoquant.config import WeightConfig
-from aoquant.experts.families import is_transposed, stacked_names, stacks_of
+from aoquant.experts.families import experts_of, is_transposed, stacked_names, stacks_of
 from aoquant.files import checksums
 from aoquant.files.stored_names import wide_dtype
 from aoquant.hybrid import HybridConfig
@@ -129,6 +131,13 @@ class Quantizer(TorchAoHfQuantizer):
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.pre_quantized:
             forget_rebuilding(model)
+        elif not isinstance(self.quantization_config.quant_type, FqnToConfig) and (experts := experts_of(model)):
+            warnings.warn(
+                f"stacked experts of {len(experts)} module(s), such as {next(iter(experts))}, stay float: TorchAoConfig quantises linear "
+                "layers as they are loaded; call aoquant.quantize_ on the loaded float model",
+                AoquantWarning,
+                stacklevel=2,
+            )
         for module in model.modules():
             adopt(module)
         if needs_aoquant(self.quantization_config):

@@ -67,7 +67,7 @@ class Perplexity:
     words: tuple[int, ...]
     """Words of each document; word_perplexity = exp(-sum(loglikelihoods) / sum(words))."""
     bos: bool = False
-    """Whether each window begins with the tokenizer's BOS token."""
+    """Say whether each window begins with the tokenizer's BOS token."""
 
     def __str__(self) -> str:
         return (

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant.files.atomic import flush
-from aoquant.files.safetensors_file import StoredTensor, header, raw_bytes, reserve
+from aoquant.files.safetensors_file import StoredTensor, digest, header, reserve
 from aoquant.integrations.launched import Ranks
 from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of
 from aoquant.integrations.progress_lines import progress
@@ -81,19 +81,16 @@ def description(
 ) -> dict[str, str]:
     """Return what the log-probabilities depend on: a cache of another description is refused.
 
-    model: sha256 of the teacher's class, weights and buffers. tokenizer: sha256 of its vocabulary. data: sha256 of the
-    token ids of all blocks. window: tokens of a block, which are what a prediction sees at most.
+    model: the teacher's class, and sha256 of its weights and buffers. tokenizer: sha256 of its vocabulary. data: sha256
+    of the token ids of all blocks. window: tokens of a block, which are what a prediction sees at most.
     """
-    model = hashlib.sha256(type(teacher).__name__.encode())
-    for name, tensor in sorted(teacher.state_dict().items()):
-        model.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        model.update(raw_bytes(tensor))
+    model = digest(sorted(teacher.state_dict().items()))
     words = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
         "format": FORMAT,
-        "model": model.hexdigest(),
+        "model": f"{type(teacher).__name__} {model}",
         "tokenizer": hashlib.sha256(words.encode()).hexdigest(),
-        "data": hashlib.sha256(raw_bytes(blocks_BT)).hexdigest(),
+        "data": digest([("blocks", blocks_BT)]),
         "window": str(blocks_BT.shape[1]),
         "separator": str(documents.separator),
         "k": str(k),

@@ -202,8 +202,9 @@ def standard_text() -> tuple[Path, Path]:
 
 def described(path: Path) -> str:
     """Return what a file of text is, for people."""
+    own = standard_text() if standard_text.cache_info().currsize else ()  # which parses a hundred modules
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"docstrings of Python {version}'s standard library" if path in standard_text() else str(path)
+    return f"docstrings of Python {version}'s standard library" if path in own else str(path)
 
 
 def assets() -> Path:

@@ -57,12 +57,12 @@ class KVCacheConfig(AOBaseConfig):
 
     @property
     def k_format(self) -> KVFormat:
-        """The format of keys."""
+        """Return the format of keys."""
         return get_kv_format(self.key or self.format, "k")
 
     @property
     def v_format(self) -> KVFormat:
-        """The format of values."""
+        """Return the format of values."""
         return get_kv_format(self.value or self.format, "v")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ SCALES = ("k_scale", "v_scale", "q_scale")
 
 @dataclass
 class KVQuant:
-    """What an attention module quantises its cache by; `module.kv_quant`.
+    """Hold what an attention module quantises its cache by; `module.kv_quant`.
 
     converted: True when caches hold bytes. fake_quant: the switch of a prepared module. seen: the largest magnitudes
         of keys, values and queries while `observing`; None at other times. argument: name and place of the cache among
@@ -47,7 +46,7 @@ class KVQuant:
     found: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def scale(self, module: nn.Module, name: str, format: KVFormat) -> Tensor | None:
-        """The module's static scale called `name`; None for formats without."""
+        """Return the module's static scale called `name`; None for formats without."""
         return getattr(module, name) if format.static else None
 
     def watch(self, name: str, x: Tensor) -> None:
@@ -223,7 +222,10 @@ def shares(module: nn.Module) -> bool:
 
 def why_not(module: Any, config: KVCacheConfig) -> str | None:
     """Return why an attention module cannot have its cache quantised; None when it can."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return f"{type(module).__name__}.forward has no source to read, which would show how it uses its cache"
     if "EncoderDecoderCache" in source or "cross_attention_cache" in source:
         return "its cache may hold the keys of a cross-attention too (EncoderDecoderCache)"
     if not any(f"{name}.update(" in source for name in NAMES):

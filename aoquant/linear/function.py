@@ -94,7 +94,7 @@ class Saved(NamedTuple):
     x_held, w_held: scales and transforms that the layer holds.
     measured: what forward measured of W (`ops.product.Product`).
     clipped: a bit for each value of x, 1 where it gets no gradient.
-    amax: (2,), of x and W, or (1,), of x where W is codes alone, where scales are delayed.
+    amax: (2,), of x and W, where scales are delayed; x twice where W is codes alone.
     """
 
     x: Tensor | Encoded | None = None
@@ -231,11 +231,12 @@ class QuantizedLinear(torch.autograd.Function):
         keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
         ctx.parts, ctx.rank, ctx.delayed = given.parts, given.rank, given.delayed
-        ctx.fixed = None if isinstance(w, GatheredWeight) else given.fixed
+        codes = w if isinstance(w, GatheredWeight) else None
+        ctx.fixed = given.fixed if codes is None else None
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
-        ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
-        ctx.packed_fqn = w.fqn if isinstance(w, GatheredWeight) else ""
+        ctx.of_codes, ctx.w_columns = codes is not None, codes is not None and codes.columns is not None
+        ctx.packed_fqn = "" if codes is None else codes.fqn
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -292,7 +293,9 @@ class QuantizedLinear(torch.autograd.Function):
         if ctx.random is not None:
             ctx.random[2:].add_(1)  # the step
         if recipe.history and ctx.delayed.history.numel():  # a report takes its history away
-            _advance(ctx.delayed, saved.amax, grad_MN, recipe)
+            found = reduced.largest(torch.cat((saved.amax, ops.absmax(grad_MN))))
+            # codes take their scale when they are written (mastered.py)
+            recipe.advance(ctx.delayed, found, slice(0, 3, 2) if ctx.of_codes else slice(3))
         return dx, dw, db, dx_scale, dw_scale, None
 
 
@@ -356,6 +359,10 @@ def multiply(
     reads_w = needs_dx or needs.w_scale or (needs.w and recipe.weight_clips)
     holds_x = needs.x_scale or (needs_dw and wgrad.keeps == "values" and wgrad.forward is not None)
     clips = recipe.input_clips and needs.x and not needs.x_scale
+    amax = None
+    if recipe.history and w is not None:
+        amax = ops.absmax(x_MK)
+        amax = torch.cat((amax, amax if isinstance(w, GatheredWeight) else ops.absmax(w)))
     return y, Saved(
         x=kept_x,
         w=kept_w if reads_w else None,
@@ -363,7 +370,7 @@ def multiply(
         w_held=w_held if w_held is None or reads_w else _transform_of(w_held) if needs.w else None,
         measured=measured if needs_dx and x.device.type in ONE_PASS else None,
         clipped=ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
-        amax=_amax(x_MK, w) if recipe.history and w is not None else None,
+        amax=amax,
     )
 
 
@@ -404,26 +411,6 @@ def _fixed_columns(ctx: Any, recipe: LinearRecipe, saved: Any, grad: Tensor) -> 
         grad.dtype, functools.partial(ops.Kept(saved.w, gemm, saved.w_held).columns, grad.dtype)
     )
     return made
-
-
-def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: LinearRecipe) -> None:
-    """A step of delayed scaling, in place: a checkpoint that recomputes forward encodes by the factors that it had. The
-    weight's row is left where it is codes: these move with their next write (`mastered.py`).
-    """
-    x, w, grad = recipe.fprop_input, recipe.fprop_weight, recipe.dgrad_grad_output
-    assert amax is not None and x is not None and grad is not None
-    found = reduced.largest(torch.cat((amax, ops.absmax(grad_MN))))
-    each = 1 if len(found) == 3 else 2
-    made = ops.advance(
-        found if each == 1 else found.repeat_interleave(2)[:3], *state, x, w, grad, recipe.select, recipe.margin
-    )
-    state.history[::each].copy_(made.history[::each])
-    state.factor[::each].copy_(made.factor[::each])
-
-
-def _amax(x_MK: Tensor, w: Tensor) -> Tensor:
-    """Return the absolute maxima of x and W, or of x where W is codes alone."""
-    return ops.absmax(x_MK) if isinstance(w, GatheredWeight) else torch.cat((ops.absmax(x_MK), ops.absmax(w)))
 
 
 def _transform_of(held: Scales) -> Scales | None:

@@ -44,7 +44,7 @@ class Kind:
     packed: type[nn.Module] | None = None
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """A float weight as (N, K), a view; a quantised one is so already."""
+        """Return a float weight as (N, K), a view; a quantised one is so already."""
         return weight.t() if self.transposed and not is_packed(weight) else weight
 
 
@@ -52,7 +52,7 @@ KINDS = [Kind(nn.Linear, QATLinear, packed=PackedLinear), Kind(nn.Embedding, QAT
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a layer, plain, prepared or packed; None for any other module, most subclasses included."""
+    """Return the kind of a layer, plain, prepared or packed; None for any other module, most subclasses included."""
     cls = layer_class(module)
     if issubclass(cls, MasteredLinear):
         cls = cls.__bases__[-1]
@@ -64,7 +64,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 @functools.cache
 def _kind_of_embedding(cls: type[nn.Embedding]) -> Kind | None:
-    """The kind of a subclass of nn.Embedding, plain or prepared."""
+    """Return the kind of a subclass of nn.Embedding, plain or prepared."""
     plain = cls.plain if issubclass(cls, QATEmbedding) else cls
     return None if why_not_rows(plain) else Kind(plain, prepared_class(plain), gemm=False)
 
@@ -90,6 +90,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def matrix_of(module: nn.Module) -> Any:
-    """A layer's weight as (N, K); None for a module without one."""
+    """Return a layer's weight as (N, K); None for a module without one."""
     weight, kind = getattr(module, "weight", None), kind_of(module)
     return weight if weight is None or kind is None else kind.matrix(weight)

@@ -76,7 +76,7 @@ class MasterCodes:
 
     @property
     def values(self) -> Tensor:
-        """The master as (N, K), or (E, N, K)."""
+        """Return the master as (N, K), or (E, N, K)."""
         return self.master.transpose(-2, -1) if self._turned else self.master
 
     @property
@@ -116,13 +116,8 @@ class MasterCodes:
     @torch.no_grad()
     def _advance(self) -> None:
         """Enter the master that the codes were made of into the history of its largest values."""
-        r, state = self._recipe, self._delayed()
-        assert r.fprop_input is not None and r.dgrad_grad_output is not None
         with torch.inference_mode(False):
-            operands = r.fprop_input, r.fprop_weight, r.dgrad_grad_output
-            made = ops.advance(self._amax.expand(3), *state, *operands, r.select, r.margin)
-            for mine, new in zip(state, made, strict=True):
-                mine[1].copy_(new[1])
+            self._recipe.advance(self._delayed(), self._amax.expand(3), slice(1, 2))
 
     def _sides(self) -> Sides:
         with torch.inference_mode(False), torch.no_grad():
@@ -148,7 +143,7 @@ class MasterCodes:
 
 
 def codes_of(master: Tensor) -> MasterCodes | None:
-    """The codes that follow a parameter, if it is a master."""
+    """Return the codes that follow a parameter, if it is a master."""
     found: MasterCodes | None = getattr(master, _CODES, None)
     return found
 
@@ -212,7 +207,7 @@ class MasteredLinear(Mastered, QATLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The codes, and not the parameter of this name."""
+        """Return the codes, and not the parameter of this name."""
         return self.codes["weight"].weight
 
     def matrix(self) -> Tensor:
@@ -220,7 +215,7 @@ class MasteredLinear(Mastered, QATLinear):
 
     @property
     def master(self) -> Tensor:  # type: ignore[override]
-        """The master as (N, K), and its codes brought up to date.
+        """Return the master as (N, K), and its codes brought up to date.
 
         Raises:
             ValueError: the layer's parameter is another one.

@@ -273,6 +273,17 @@ class LinearRecipe:
         original = self.wgrad.keeps == "columns" and self.wgrad.forward is None
         return self.fprop_input is not None and original and self.reads == "operand"
 
+    def advance(self, state: delayed.Delayed, amax: torch.Tensor, rows: slice) -> None:
+        """Take a step of delayed scaling, in place: a checkpoint that recomputes forward encodes by what it had.
+
+        state: of input, weight and gradient. amax: (3,), the largest values of the step, read at `rows` alone.
+        """
+        x, grad = self.fprop_input, self.dgrad_grad_output
+        assert x is not None and grad is not None
+        made = ops.advance(amax, *state, x, self.fprop_weight, grad, self.select, self.margin)
+        for mine, new in zip(state, made, strict=True):
+            mine[rows].copy_(new[rows])
+
     @property
     def input_name(self) -> str:
         """Name of the input's operand, "" for high precision."""

@@ -40,8 +40,8 @@ class Sides(NamedTuple):
 def encoded_sides(
     recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = (), held: Scales | None = None
 ) -> Sides | None:
-    """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight. held: delayed
-    scales of w.
+    """Return the sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight. held:
+    delayed scales of w.
     """
     weight_as, gemm = recipe.fprop_weight, recipe.dgrad
 
@@ -61,7 +61,7 @@ def encoded_sides(
 
 
 def encoded_experts(recipe: LinearRecipe, w_ENK: Tensor) -> Sides | None:
-    """The sides of experts, each encoded by itself; None of no expert."""
+    """Return the sides of experts, each encoded by itself; None of no expert."""
     sides = [s for w in w_ENK if (s := encoded_sides(recipe, w.contiguous())) is not None]
     columns = [s.columns for s in sides if s.columns is not None]
     return Sides(_stacked([s.rows for s in sides]), _stacked(columns) if columns else None) if sides else None

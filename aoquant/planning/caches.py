@@ -1,4 +1,4 @@
-"""Which attention module gets which KV-cache config, and the rest of a config, which is for layers.
+"""Decide which attention module gets which KV-cache config, and what of a config is for layers.
 
 A KV config stands beside a base (`QATConfig(base, kv_cache=...)`), alone, or as a value of `FqnToConfig`, whose keys
 name attention modules then. A name with None leaves a module out. Convert takes what was prepared.
@@ -25,7 +25,7 @@ from aoquant.planning.plan import ours
 
 @dataclass
 class CachePlan:
-    """What `quantize_` does to KV caches. layers: the config of layers; None where there is none.
+    """Hold what `quantize_` does to KV caches. layers: the config of layers; None where there is none.
 
     prepared, quantised: configs of modules by name. converted: names of prepared modules.
     """
@@ -65,6 +65,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     if not _concerns_caches(model, config):
         return found
     modules = {fqn: m for fqn, m in hook.attentions(model).items() if not hook.shares(m)}
+    _warn_of_names(modules, config)
     found.layers = _of_layers(model, modules, config)
     if found.layers is not None:
         filter_fn = None
@@ -88,6 +89,20 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         )
     _check(model, found, skip_incompatible)
     return found
+
+
+def _warn_of_names(modules: dict[str, nn.Module], config: Any) -> None:
+    """Warn of each name or pattern with a KV config that matches no attention module."""
+    base = getattr(config, "base_config", None)
+    by_name: dict[str, Any] = next((c.fqn_to_config for c in (config, base) if isinstance(c, FqnToConfig)), {})
+    for key, value in by_name.items():
+        asked = isinstance(ours(value), KVCacheConfig) or getattr(ours(value), "kv_cache", None) is not None
+        if asked and key != "_default" and not any(key_of({key: None}, fqn, default=False) for fqn in modules):
+            warnings.warn(
+                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {', '.join(modules) or 'none'}",
+                AoquantWarning,
+                stacklevel=4,
+            )
 
 
 def _concerns_caches(model: nn.Module, config: Any) -> bool:

@@ -35,11 +35,11 @@ class Call:
 
     @property
     def input(self) -> Any:
-        """The first tensor that the module is given."""
+        """Return the first tensor that the module is given."""
         return next((a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)), None)
 
     def behind(self, output: Any) -> Call:
-        """The same call with the output of the block before as its input."""
+        """Return the same call with the output of the block before as its input."""
         y = output if isinstance(output, Tensor) else output[0]
         if self.args:
             return replace(self, args=(y, *self.args[1:]))
@@ -74,7 +74,7 @@ class Visit:
 
 
 def find(layers: Mapping[str, nn.Module], model: nn.Module) -> list[Block]:
-    """The blocks that hold `layers`, in the order of their names."""
+    """Return the blocks that hold `layers`, in the order of their names."""
     found: dict[str, Block] = {}
     for fqn, layer in layers.items():
         parts = fqn.split(".")
@@ -89,7 +89,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -> list[Block]:
-    """The blocks in the order in which batches reach them, without those that no batch reaches."""
+    """Return the blocks in the order in which batches reach them, without those that no batch reaches."""
     counts: dict[str, int] = {}
     order: list[Block] = []
     last: list[Any] = [None]  # the output of the block that ran last
@@ -148,7 +148,7 @@ def walk(model: nn.Module, blocks: list[Block], batches: Sequence[Any], *, twins
 
 
 def _captured(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) -> dict[str, list[Call]]:
-    """The calls of each block of a chain, of which the first one alone keeps its input."""
+    """Return the calls of each block of a chain, of which the first one alone keeps its input."""
     found: dict[str, list[Call]] = {b.fqn: [] for b in chain}
 
     def watch(block: Block, mask: Tensor | None) -> Any:
@@ -167,8 +167,8 @@ def _captured(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) 
 
 
 def groups(visit: Visit) -> list[list[str]]:
-    """Layers of a block that are given the same tensor, such as q, k and v, in the order in which they run; without
-    those that no call reaches.
+    """Return layers of a block that are given the same tensor, such as q, k and v, in the order in which they run;
+    without those that no call reaches.
     """
     found: list[tuple[Tensor, list[str]]] = []
 
@@ -194,7 +194,7 @@ def groups(visit: Visit) -> list[list[str]]:
 
 
 def inputs(block: nn.Module, layer: nn.Module, calls: Iterable[Call]) -> Iterator[tuple[Tensor, Tensor | None] | None]:
-    """What a layer is given in each call of its block, and the mask of tokens; None where the call does not reach it.
+    """Yield what a layer is given in each call of its block, and the mask of tokens; None for a call without it.
 
     The forward ends there.
     """
@@ -237,6 +237,6 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def tokens_that_count(batch: Any) -> Tensor | None:
-    """(B, T) bool, which tokens of a batch are no padding; None where it does not say."""
+    """Return (B, T) bool, which tokens of a batch are no padding; None where it does not say."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

@@ -1,4 +1,4 @@
-"""What a user asks of calibrated PTQ."""
+"""Say what a user asks of calibrated PTQ."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def choose_formats(
 
 
 def solve(cost: Sequence[Mapping[str, int]], lost: Sequence[Mapping[str, float]], budget: int) -> list[str]:
-    """The choice of each group with the smallest total loss whose total cost is within the budget, which the cheapest
-    choices are.
+    """Return the choice of each group with the smallest total loss whose total cost is within the budget, which the
+    cheapest choices are.
 
     A partial plan that costs no less and loses no less than another one is dropped: what is left stays exact.
     """
@@ -166,7 +166,7 @@ def solve(cost: Sequence[Mapping[str, int]], lost: Sequence[Mapping[str, float]]
 
 
 def _config(candidate: Any) -> Any:
-    """A PTQ config of a recipe's name, a format's name, or a config."""
+    """Return a PTQ config of a recipe's name, a format's name, or a config."""
     if not isinstance(candidate, str):
         return candidate
     try:
@@ -193,7 +193,7 @@ def _check(changes: Mapping[str, Mapping[str, Any]], engine: str | None) -> None
 def _scores(
     model: nn.Module, changes: Mapping[str, Mapping[str, Any]], batches: Sequence[Any]
 ) -> dict[tuple[str, str], float]:
-    """The score of each layer and candidate, per token."""
+    """Return the score of each layer and candidate, per token."""
     codes = {
         (fqn, name): c.target.recipe.fprop_weight.encode(c.matrix().to(c.dtype))
         for name, of in changes.items()
@@ -236,7 +236,7 @@ def _scores(
 
 @torch.no_grad()
 def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, float]:
-    """KL of each plan, one quantised copy of the model at a time."""
+    """Return the KL of each plan, one quantised copy of the model at a time."""
     found = {}
     for name, config in track(plans.items(), "measure", "plan"):
         quantised, total, tokens = copy.deepcopy(model), 0.0, 0
@@ -244,21 +244,21 @@ def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[A
         with undisturbed(model, quantised):
             for batch in batches:
                 p, q = (_counted(logits_of(run(m, batch)), batch).float().log_softmax(-1) for m in (model, quantised))
-                total += float((p.exp() * (p - q)).sum())
+                total += float(F.kl_div(q, p, log_target=True, reduction="sum"))
                 tokens += len(p)
         found[name] = 1000 * total / max(tokens, 1)
     return found
 
 
 def _counted(logits: Tensor, batch: Any) -> Tensor:
-    """(tokens, classes): logits of the tokens that are no padding."""
+    """Return (tokens, classes): logits of the tokens that are no padding."""
     mask, flat = tokens_that_count(batch), logits.reshape(-1, logits.shape[-1])
     return flat if mask is None or mask.shape != logits.shape[:-1] else flat[mask.flatten().to(flat.device)]
 
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Parameters that take no gradients, inside: the gradients of outputs alone are asked for."""
+    """Ask for no gradients of parameters inside, for those of outputs alone."""
     before = [p for p in model.parameters() if p.requires_grad]
     try:
         for p in before:

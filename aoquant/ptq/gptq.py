@@ -114,7 +114,7 @@ def choose_codes(
 
 
 def _rounded(w_NK: Tensor, levels: Levels, f: Factor) -> tuple[Tensor, Tensor]:
-    """(values, codes) of some rows, (N, K) each."""
+    """Return (values, codes) of some rows, (N, K) each."""
     order = f.order_K.tolist()
     left_KN = w_NK.t()[f.order_K].contiguous()  # a column of W is contiguous
     values_KN = torch.empty_like(left_KN)
@@ -135,6 +135,6 @@ def _rounded(w_NK: Tensor, levels: Levels, f: Factor) -> tuple[Tensor, Tensor]:
 
 
 def _error(w_NK: Tensor, q_NK: Tensor, gram_KK: Tensor) -> float:
-    """Squared error of x Q^T over x W^T's square, from the Gram matrix of x."""
+    """Return the squared error of x Q^T over x W^T's square, from the Gram matrix of x."""
     h, d = gram_KK.float(), w_NK - q_NK
     return float(((d @ h) * d).sum().double() / ((w_NK @ h) * w_NK).sum().double().clamp(min=1e-300))

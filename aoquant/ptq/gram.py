@@ -13,7 +13,7 @@ from aoquant.linear.checks import cast, check_width
 from aoquant.linear.prepared import QATLinear
 
 
-class Gram:
+class InputGram:
     """H = sum x^T x / rows (K, K) float32 and, for the asymmetric target, C = sum x'^T x / rows."""
 
     def __init__(self, k: int, device: torch.device, *, cross: bool) -> None:
@@ -30,7 +30,7 @@ class Gram:
         self.rows += len(x_MK)
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
-        """(H, C) of a row; or C None.
+        """Return (H, C) of a row, or C None.
 
         Raises:
             ValueError: no row was seen, or one holds NaN or Inf.
@@ -52,24 +52,18 @@ def _add_product(total_KK: Tensor, a_MK: Tensor, b_MK: Tensor) -> None:
         total_KK.addmm_(a_MK.float().t(), b_MK.float())
 
 
-def deployed_input(layer: QATLinear, x: Tensor, mask: Tensor | None) -> Tensor:
-    """(rows, K): what the layer multiplies its weight by, of the tokens that are no padding."""
+def multiplied(layer: QATLinear, x: Tensor, mask: Tensor | None, *, rounded: bool = True) -> Tensor:
+    """Return (rows, K): what the layer multiplies its weight by, of the tokens that are no padding.
+
+    rounded: as it is deployed; False stops behind the transform.
+    """
     check_width(x, layer.matrix().shape[1])
     x_MK = cast(x).reshape(-1, x.shape[-1])
     operand = layer.prepared.recipe.fprop_input
     if operand is not None:
         held = layer.held_scales("input")
-        if operand.format.lossless:
-            x_MK = operand.transformed(x_MK, None if held is None else held.transform)
-        else:
+        if rounded and not operand.format.lossless:
             x_MK = operand.decode(operand.encode(x_MK, held), torch.float32)
-    return x_MK if mask is None or mask.shape != x.shape[:-1] else x_MK[mask.flatten().to(x.device)]
-
-
-def float_input(layer: QATLinear, x: Tensor, mask: Tensor | None) -> Tensor:
-    """(rows, K): the same rows without rounding, behind the transform."""
-    x_MK = cast(x).reshape(-1, x.shape[-1])
-    operand, held = layer.prepared.recipe.fprop_input, layer.held_scales("input")
-    if operand is not None:
-        x_MK = operand.transformed(x_MK, None if held is None else held.transform)
+        else:
+            x_MK = operand.transformed(x_MK, None if held is None else held.transform)
     return x_MK if mask is None or mask.shape != x.shape[:-1] else x_MK[mask.flatten().to(x.device)]

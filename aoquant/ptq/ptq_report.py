@@ -1,4 +1,4 @@
-"""What calibrated PTQ did to each layer."""
+"""Report what calibrated PTQ did to each layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PTQReport:
 
     @property
     def notes(self) -> list[str]:
-        """Lines about layers that are unusual."""
+        """Return lines about layers that are unusual."""
         return [f"{row.layer}: {row.note}" for row in self.rows if row.note]
 
     def __str__(self) -> str:

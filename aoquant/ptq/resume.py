@@ -15,10 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from aoquant.files.safetensors_file import digest
 from aoquant.formats import Encoded
 from aoquant.ptq.ptq_report import PTQRow
 
@@ -28,15 +30,10 @@ Found = dict[str, tuple[Encoded | None, PTQRow]]
 
 def key_of(model: nn.Module, batches: Sequence[Any], asked: object) -> str:
     """Return what codes depend on, as a hash: weights and buffers, batches, and the config's text."""
-    made = hashlib.sha256(repr(asked).encode())
-    for name, t in [*model.state_dict().items(), *(("", t) for t in tree_leaves(list(batches)))]:
-        made.update(name.encode())
-        if isinstance(t, Tensor):
-            made.update(f"{t.dtype} {tuple(t.shape)}".encode())
-            made.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            made.update(repr(t).encode())
-    return made.hexdigest()
+    given = [(str(at), t) for at, t in enumerate(tree_leaves(list(batches)))]
+    tensors = [*model.state_dict().items(), *((at, t) for at, t in given if isinstance(t, Tensor))]
+    others = [(at, t) for at, t in given if not isinstance(t, Tensor)]
+    return hashlib.sha256(f"{digest(tensors)} {asked!r} {others!r}".encode()).hexdigest()
 
 
 class Blocks:
@@ -47,7 +44,7 @@ class Blocks:
         folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, fqn: str) -> Found | None:
-        """The codes and rows of a block's layers; None where it is not finished.
+        """Return the codes and rows of a block's layers; None where it is not finished.
 
         Raises:
             ValueError: the file is damaged, or of another model, config or data.
@@ -55,8 +52,6 @@ class Blocks:
         path = self._path(fqn)
         if not path.exists():
             return None
-        from safetensors import SafetensorError, safe_open  # an extra: `import aoquant` does without
-
         try:
             with safe_open(path, "pt") as file:
                 notes = file.metadata() or {}
@@ -74,8 +69,6 @@ class Blocks:
 
     def write(self, fqn: str, found: Mapping[str, tuple[Encoded | None, PTQRow]]) -> None:
         """Write a finished block, whole or not at all."""
-        from safetensors.torch import save_file
-
         parts = {
             f"{layer}:{part}": t.detach().cpu().contiguous()
             for layer, (e, _) in found.items()

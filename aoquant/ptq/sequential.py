@@ -32,7 +32,7 @@ from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
 from aoquant.ptq import blocks, gptq, resume
 from aoquant.ptq.calibrate_config import CalibrateConfig
-from aoquant.ptq.gram import Gram, deployed_input, float_input
+from aoquant.ptq.gram import InputGram, multiplied
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
 from aoquant.quantize import apply
 from aoquant.report.measure import undisturbed
@@ -85,10 +85,8 @@ def calibrate_ptq(
             if uncalibrated(model):
                 calibrate(model, given)
             rows = _Run(model, layers, given, asked, step, store).rows()
-    except BaseException:
+    finally:
         fast_path.sync(model)
-        raise
-    fast_path.sync(model)
     if step == "prepare":
         replaced.record(model)
         direct_reads.watch(model, list(layers.values()))
@@ -96,7 +94,7 @@ def calibrate_ptq(
 
 
 def listed_batches(batches: Any) -> list[Any]:
-    """The batches as a list.
+    """Return the batches as a list.
 
     Raises:
         ValueError: there are none, or one batch was given in their place.
@@ -253,9 +251,9 @@ class _Run:
             row = PTQRow(fqn, operand.name, gram.rows, chosen.error, chosen.nearest, factor.damping, "; ".join(notes))
             self._place(fqn, chosen.encoded, row)
 
-    def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> Gram:
-        """The Gram matrices of a layer's input."""
-        gram = Gram(layer.matrix().shape[1], layer.weight.device, cross=visit.twin is not None)
+    def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> InputGram:
+        """Return the Gram matrices of a layer's input."""
+        gram = InputGram(layer.matrix().shape[1], layer.weight.device, cross=visit.twin is not None)
         seen = blocks.inputs(visit.block.module, layer, visit.calls)
         floats: Iterable[Any] = [None] * len(visit.calls)
         if visit.twin is not None:
@@ -264,7 +262,7 @@ class _Run:
         for found, float_found in zip(seen, floats, strict=True):
             if found is not None:
                 x, mask = found
-                gram.add(deployed_input(layer, x, mask), float_found and float_input(layer, *float_found))
+                gram.add(multiplied(layer, x, mask), float_found and multiplied(layer, *float_found, rounded=False))
         return gram
 
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
@@ -298,7 +296,7 @@ def operand_name(layer: QATLinear) -> str:
 
 
 def _alike(layers: dict[str, QATLinear]) -> list[list[str]]:
-    """Names of layers that multiply their weights by the same numbers, and are rounded alike."""
+    """Return names of layers that multiply their weights by the same numbers, and are rounded alike."""
     found: dict[Any, list[str]] = {}
     for fqn, layer in layers.items():
         recipe = layer.prepared.recipe

@@ -24,7 +24,7 @@ from graphed import graphed
 from torch import Tensor
 from transformers import AttentionInterface
 
-from aoquant.integrations.finetune import distillation_loss, master_adamw, order_of_blocks, rate_at
+from aoquant.integrations.finetune import master_adamw, order_of_blocks, rate_at
 from experiments.tricks import FEATURES, MADE, feature_loss
 
 ATTENTION = "experiments_causal"
@@ -59,6 +59,13 @@ def causal_attention(
 
 
 AttentionInterface.register(ATTENTION, causal_attention)  # not in the mask registry: no mask is made for it
+
+
+def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
+    """Return KL divergence of the student's next-token distribution from the teacher's, in nats a token. Logits."""
+    target = F.log_softmax(teacher_BTV.float(), -1).flatten(0, 1)
+    student = F.log_softmax(student_BTV.float(), -1).flatten(0, 1)
+    return F.kl_div(student, target, log_target=True, reduction="batchmean")
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:

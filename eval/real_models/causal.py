@@ -5,9 +5,8 @@ a token. A later window sees BOS and one token before those that it predicts, an
 lm-eval's rolling windows with a context of two tokens, the first of which is BOS. `aoquant eval` scores so, too. KL and
 top-1 agreement are to the float model, over the same predictions.
 
-Training. Blocks begin with BOS and hold the stream `document BOS document BOS ...`. The vocabulary of a Gemma is
-262 144: one float32 matrix of logits for 4096 tokens is 4.3 GB. Head, loss and their gradients are therefore computed
-for `CHUNK` tokens at a time, and the rest of the model gets the gradient of its last hidden states at once.
+Training. Blocks begin with BOS and hold the stream `document BOS document BOS ...`. Head and loss are computed a chunk
+of tokens at a time, as in `aoquant run` (`losses.chunked_loss`).
 """
 
 from __future__ import annotations
@@ -19,10 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from aoquant.integrations.finetune import block_loss
+from aoquant.integrations.losses import IGNORED, hidden_states, logits_of
 
 WINDOW, CHUNK = 1024, 1024
 PROMPT, GREEDY = 64, 32  # tokens of a prompt, and tokens that follow greedily
-IGNORED = -100
 TEXTS = ("wikitext", "other")
 
 
@@ -32,17 +34,8 @@ class CausalLM:
     """
 
     def __init__(self, teacher: Any, texts: Mapping[str, Tensor], bos: int, batch: int, block: int) -> None:
-        """Raises ValueError for a model whose logits are more than the head of its hidden states."""
         self.teacher, self.texts, self.bos, self.batch = teacher, texts, bos, batch
         self.device = teacher.device
-        ids = texts["wikitext.ids"][None, :8].long().to(self.device)
-        with torch.no_grad():
-            logits = teacher(input_ids=ids).logits
-            if not torch.equal(teacher.get_output_embeddings()(_hidden(teacher, ids)), logits):
-                raise ValueError(
-                    f"{type(teacher).__name__}: its logits are not its head's output, such as capped ones. "
-                    "The chunked loss does not know how: give another model"
-                )
         stream = _documents(texts, "train", bos)
         blocks = len(stream) // (block - 1)
         cut_BT = stream[: blocks * (block - 1)].view(blocks, block - 1)
@@ -50,28 +43,9 @@ class CausalLM:
 
     def backward(self, student: Any, ids_BT: Tensor, loss: str) -> float:
         """Add one step's gradients. loss: "kl" to the teacher, or "ce". Returns it, in nats a token."""
-        hidden_TK = _hidden(student, ids_BT).flatten(0, 1)
-        below_TK = hidden_TK.detach().requires_grad_()
-        with torch.no_grad():
-            teacher_TK = _hidden(self.teacher, ids_BT).flatten(0, 1) if loss == "kl" else None
-        targets_T = ids_BT.roll(-1, 1)
-        targets_T[:, -1] = IGNORED
-        targets_T = targets_T.flatten()
-        tokens = len(targets_T) if loss == "kl" else int((targets_T != IGNORED).sum())
-        total = torch.zeros((), device=self.device)
-        for start in range(0, len(targets_T), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits_TV = student.get_output_embeddings()(below_TK[rows])
-            with torch.no_grad():
-                if teacher_TK is None:
-                    value, gradient_TV = _cross_entropy(logits_TV, targets_T[rows])
-                else:
-                    target_TV = self.teacher.get_output_embeddings()(teacher_TK[rows])
-                    value, gradient_TV = _fast(_divergence, logits_TV.detach(), target_TV)
-                total += value
-            logits_TV.backward(gradient_TV.div_(tokens))
-        hidden_TK.backward(below_TK.grad)
-        return float(total) / tokens
+        value = block_loss(student, self.teacher, ids_BT, torch.arange(len(ids_BT)), loss)
+        value.backward()
+        return float(value)
 
     @torch.no_grad()
     def score(self, model: Any, names: tuple[str, ...] = TEXTS) -> dict[str, Any]:
@@ -84,13 +58,13 @@ class CausalLM:
             divergence, equal = torch.zeros(2, dtype=torch.float64, device=self.device)
             for inputs_BT, targets_BT in self._windows(name):
                 scored_BT = targets_BT != IGNORED
-                student_TK, teacher_TK = (_hidden(m, inputs_BT)[scored_BT] for m in (model, self.teacher))
+                student_TK, teacher_TK = (
+                    hidden_states(m, input_ids=inputs_BT)[scored_BT] for m in (model, self.teacher)
+                )
                 for start in range(0, len(student_TK), CHUNK):
                     rows = slice(start, start + CHUNK)
-                    made_TV, float_TV = (
-                        m.get_output_embeddings()(h_TK[rows])
-                        for m, h_TK in ((model, student_TK), (self.teacher, teacher_TK))
-                    )
+                    made_TV = logits_of(model, student_TK[rows])
+                    float_TV = logits_of(self.teacher, teacher_TK[rows])
                     of_rows = _fast(_compare, made_TV, float_TV, targets_BT[scored_BT][rows])
                     nats.append(of_rows[0])
                     divergence += of_rows[1]
@@ -148,36 +122,12 @@ def _fast(rows: Callable[..., Any], *logits: Tensor) -> Any:
 _compiled = cache(torch.compile)
 
 
-def _divergence(student_TV: Tensor, teacher_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL divergence to the teacher, summed over rows, in nats, and its gradient in the student's logits."""
-    q_TV, p_TV = student_TV.float().log_softmax(-1), teacher_TV.float().log_softmax(-1)
-    return (p_TV.exp() * (p_TV - q_TV)).sum(), (q_TV.exp() - p_TV.exp()).to(student_TV.dtype)
-
-
-def _cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy summed over rows that are not ignored, in nats, and its gradient in the logits."""
-    nats_TV, kept_T1, at_T1 = (
-        -logits_TV.float().log_softmax(-1),
-        (targets_T != IGNORED)[:, None],
-        targets_T.clamp(0)[:, None],
-    )
-    value = (nats_TV.gather(1, at_T1) * kept_T1).sum()
-    gradient_TV = nats_TV.neg_().exp_().scatter_add_(1, at_T1, -torch.ones_like(at_T1, dtype=torch.float32))
-    return value, gradient_TV.mul_(kept_T1).to(logits_TV.dtype)
-
-
 def _compare(made_TV: Tensor, float_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of each target; KL to the float model, summed; how often both models' likeliest tokens are equal."""
     q_TV, p_TV = made_TV.float().log_softmax(-1), float_TV.float().log_softmax(-1)
     nats_T = -q_TV.gather(1, targets_T[:, None])[:, 0]
     same = (made_TV.argmax(-1) == float_TV.argmax(-1)).sum()
-    return nats_T, (p_TV.exp() * (p_TV - q_TV)).sum(), same
-
-
-def _hidden(model: Any, ids_BT: Tensor) -> Tensor:
-    """Last hidden states (B, T, K), what the head reads."""
-    hidden: Tensor = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return hidden
+    return nats_T, F.kl_div(q_TV, p_TV, log_target=True, reduction="sum"), same
 
 
 def _documents(texts: Mapping[str, Tensor], name: str, bos: int) -> Tensor:

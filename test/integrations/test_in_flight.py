@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import aoquant
-from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_
+from aoquant import AoquantWarning, Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.linear.prepared import QATLayer
 from aoquant.recipes import get_recipe
@@ -106,6 +106,8 @@ def test_stacked_experts_are_prepared_or_refused_as_by_quantize(base: Any, tmp_p
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=4, vocab_size=64))
     model.bfloat16().save_pretrained(tmp_path)
+    with pytest.warns(AoquantWarning, match=r"layers\.0.*stay float"):
+        load(tmp_path, TorchAoConfig(base if base is BASE else QATConfig(base).base_config))
     want = load(tmp_path)
     try:
         quantize_(want, QATConfig(base))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.meters import peak_bytes
+from support.models import distillation_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import losses
-from aoquant.integrations.finetune import distillation_loss
 
 IDS = torch.arange(2 * 21).view(2, 21) * 7 % 96
 SIZES: dict[str, Any] = {

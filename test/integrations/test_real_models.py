@@ -12,10 +12,11 @@ import torch
 from lm_eval.utils import get_rolling_token_windows
 from safetensors.torch import save_file
 from support.experiments import ROOT
+from support.models import distillation_loss
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from aoquant.integrations.finetune import distillation_loss
+from aoquant.integrations import losses
 
 BOS = 1
 SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -110,7 +111,7 @@ def test_chunks_have_the_gradients_of_the_whole(
     real: Any, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     causal = importlib.import_module("real_models.causal")
-    monkeypatch.setattr(causal, "CHUNK", 7)
+    monkeypatch.setattr(losses, "chunk_rows", lambda vocabulary: 7)
     texts = save_texts(tmp_path / "t.safetensors", train=60, wikitext=2)
     teacher, student = llama().float(), llama().float()
     with torch.no_grad():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import distillation_loss
 from support.two_ranks import make
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from aoquant import QATConfig, quantize_
 from aoquant.files.safetensors_file import header
 from aoquant.integrations import teacher_cache
-from aoquant.integrations.finetune import distillation_loss, finetune
+from aoquant.integrations.finetune import finetune
 from aoquant.integrations.launched import Ranks
 from aoquant.integrations.teacher_cache import TeacherCache, TopK, cached_teacher, top_k, top_k_loss
 from aoquant.integrations.text import assets

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -345,3 +346,18 @@ def test_checkpoints(tmp_path, config: KVCacheConfig, base: str | None) -> None:
     for name, scale in scales.items():
         assert torch.equal(loaded.get_buffer(name), scale), name
     assert all(map(torch.equal, generated(loaded)[:2], generated(made)[:2]))
+
+
+def test_a_name_that_matches_no_attention_module_warns() -> None:
+    configs = {"re:.*layers\\.9\\.self_attn": KVCacheConfig(), "re:.*self_attn": KVCacheConfig()}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.warns(AoquantWarning, match=r"layers.*9.*matches no attention module"):
+        quantize_(model, FqnToConfig(configs))
+
+
+def test_an_attention_without_source_is_refused_by_name() -> None:
+    """Its source says how it uses its cache."""
+    scope: dict[str, Any] = {"torch": torch}
+    exec("class Own(torch.nn.Module):\n  def forward(self, x, cache=None): return cache.update(x, x, 0)[0]", scope)
+    with pytest.raises(ValueError, match=r"0: Own\.forward has no source"):
+        quantize_(torch.nn.Sequential(scope["Own"]()), KVCacheConfig())

@@ -47,6 +47,12 @@ def logits(model: Any) -> torch.Tensor:
     return model(IDS).logits
 
 
+def distillation_loss(student_BTV: torch.Tensor, teacher_BTV: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student), a mean over tokens, by torch's own kl_div."""
+    student, teacher = (t.float().log_softmax(-1).flatten(0, -2) for t in (student_BTV, teacher_BTV))
+    return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
 class TiedLM(nn.Module):
     """An embedding, a layer, and an output head that is tied to the embedding, or not."""
 

@@ -97,11 +97,11 @@ class Training:
     block: int = 256
     """Tokens in a sequence; at most the model's positions."""
     learning_rate: float | None = None
-    """Of AdamW, at the top of its schedule; by default the preset's."""
+    """Step AdamW at this rate at the top of its schedule; by default the preset's."""
     learning_rates: list[float] = field(default_factory=list)
     """Rates to choose from: each is tried for a fifth of the steps, and the lowest loss on validation pages wins."""
     final_learning_rate: float | None = None
-    """Where the cosine ends; by default the preset's share of the rate."""
+    """End the cosine at this rate; by default the preset's share of the other."""
     loss: str | None = None
     """kl: to the float model's distribution. ce: cross entropy. By default the preset's."""
     fake_quant_after_n_steps: int = 0
