@@ -474,12 +474,12 @@ class QATConfig(AOBaseConfig):
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
         if isinstance(base_config, HybridConfig):
             raise ValueError(
-                "QATConfig: base_config is deployed, and a HybridConfig trains: give it to quantize_ itself, or backward=HybridConfig.bwd(...)"
+                "QATConfig: base_config says what is deployed, and a HybridConfig how it is trained: give quantize_ the HybridConfig "
+                "itself, or QATConfig(base, backward=HybridConfig.bwd(...))"
             )
         if base_config is not None and not isinstance(base_config, AOBaseConfig):
             raise ValueError(
-                f"QATConfig: base_config must be a PTQ config, got {type(base_config).__name__}; "
-                "formats and fake-quantisation configs go to weight_config= and activation_config="
+                f"QATConfig: base_config must be a PTQ config, got {type(base_config).__name__}; formats go to weight_config="
             )
         if self.step == "prepare" and base_config is None and not parts and self.kv_cache is None:
             raise ValueError("QATConfig: prepare needs a base_config, or a weight_config, or an activation_config")
