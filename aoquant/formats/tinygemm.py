@@ -108,8 +108,13 @@ class TinyGemm(Int4):
             raise ValueError(NOT_HELD.format(self.name))
         dtype = torch.float32 if self.device == "cpu" else torch.float16
         parts = [self._packed(*some) for some in affine(self._blocks(x_RK), dtype)]
-        codes, scale, zero = (torch.cat([getattr(e, part) for e in parts]) for part in ("codes", "scale", "zero"))
-        return Encoded(codes, scale, zero, None, x_RK.shape[1])
+
+        def joined(part: str) -> Tensor:
+            tensors = [getattr(e, part) for e in parts]
+            # as bytes: on a CPU autocast joins no float16
+            return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+
+        return Encoded(joined("codes"), joined("scale"), joined("zero"), None, x_RK.shape[1])
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         assert s.scale is not None and s.zero is not None

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from support.bits import unequal_parts
+from support.bits import same_bytes, unequal_parts
 from support.formats import ENGINES, EXTRA, NATIVE, OTHERS
 from support.golden_inputs import DATA, data_set
 from torch import Tensor
@@ -392,3 +392,16 @@ def test_a_registered_format_is_found_by_name_and_keeps_it(monkeypatch: pytest.M
             formats.register_format(_Own(called=odd))
     for cached in (formats.get_operand, formats._plain):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [*list_formats(), "int4-tinygemm-g64", "int4-tinygemm-hqq-g64"])
+def test_codes_are_the_same_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """On a CPU autocast joins no float16 and no float8 tensors."""
+    format = get_format(name)
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = format.encode(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = format.encode(x)
+        assert same_bytes(format.decode(found, dtype), format.decode(want, dtype))
+    assert unequal_parts(found, want) == []
