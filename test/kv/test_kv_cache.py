@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import Fp8QuantizedLayer
+from transformers.cache_utils import QuantizedLayer
 
 import aoquant
 from aoquant import AoquantWarning, KVCacheConfig, QATConfig, calibrate, quantize_
@@ -315,12 +315,12 @@ def test_refusals() -> None:
 
 
 def test_transformers_quantised_cache_is_refused() -> None:
-    class Cache:  # of layers that need no other package
-        layers = [Fp8QuantizedLayer.__new__(Fp8QuantizedLayer)]
+    class Cache:  # the layers' base class: those below it need other packages
+        layers = [QuantizedLayer.__new__(QuantizedLayer)]
 
     passing = hook.Passing(prepared().model.layers[0].self_attn, Cache())
     x = torch.zeros(1, 2, 1, 32)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*Fp8QuantizedLayer quantises"):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*QuantizedLayer quantises"):
         passing.update(x, x, 0)
 
 
