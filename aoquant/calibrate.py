@@ -109,8 +109,9 @@ def _is_sharded(layer: QATLinear) -> bool:
 
 
 def uncalibrated(model: nn.Module) -> list[str]:
-    """Names of the prepared layers whose scales have no values yet."""
-    return [fqn for fqn, m in model.named_modules() if isinstance(m, QATLinear) and not m.calibrated]
+    """Names of the prepared layers and KV caches whose scales have no values yet."""
+    layers = [fqn for fqn, m in model.named_modules() if isinstance(m, QATLinear) and not m.calibrated]
+    return layers + hook.uncalibrated(hook.to_calibrate(model).values())
 
 
 class Range:

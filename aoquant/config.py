@@ -46,6 +46,8 @@ MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
 ALL_EXPERTS = r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?"
 # attention under the names that models give it; Nemotron-H calls it "mixer", as its other layers, so by its layers, too
 ATTENTION = r"re:(?i:(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?|.*\.[qkvo]_proj)"
+# modules, not weights, whose names come first; a KVCacheConfig concerns attention modules alone
+ALL_CACHES = r"re:.*(?<!\.weight)"
 
 FIND: list[Callable[[str], Any]] = []  # `recipes.get_recipe` alone, which adds itself: recipes are made of configs
 
@@ -380,14 +382,22 @@ def named(config: Any) -> Any:
     return config
 
 
+def apart(config: Any) -> tuple[Any, KVCacheConfig | None]:
+    """Return the config of layers and the config of all KV caches, which a recipe may have."""
+    by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else {}
+    if by_name.keys() == {"_default", ALL_CACHES} and isinstance(by_name[ALL_CACHES], KVCacheConfig):
+        return by_name["_default"], by_name[ALL_CACHES]
+    return config, None
+
+
 @dataclass
 class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
 
     base_config: a PTQ config of torchao's or ours, or the name of a recipe, which brings its training options
-        (backward, straight_through, scales) unless they are given. activation_config, weight_config: instead of a base,
-        fake-quantisation configs of torchao's, formats, or names of formats; such layers convert to aoquant's packed
-        tensor. An activation_config alone leaves the weight in high precision.
+        (backward, straight_through, scales) and its KV cache unless they are given. activation_config, weight_config:
+        instead of a base, fake-quantisation configs of torchao's, formats, or names of formats; such layers convert to
+        aoquant's packed tensor. An activation_config alone leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
     straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
     scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights.
@@ -447,8 +457,8 @@ class QATConfig(AOBaseConfig):
             straight_through = "clipped" if backward == "quartet" else "identity"
         own = backward.seed if isinstance(backward, HybridConfig) else 0
         alone = isinstance(base_config, KVCacheConfig)
-        self.base_config = None if alone else named(base_config)
-        self.kv_cache = as_kv_config(base_config if alone else kv_cache)
+        self.base_config, cache = (None, base_config) if alone else apart(named(base_config))
+        self.kv_cache = as_kv_config(cache if kv_cache is None else kv_cache)
         self.activation_config, self.weight_config = activation_config, weight_config
         self.straight_through, self.scales = straight_through, "dynamic" if scales is None else scales
         self.backward, self.seed = backward, own if seed is None else seed

@@ -9,6 +9,7 @@ from the config, so a new recipe is a new row here.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torchao.quantization import (
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant.config import (
+    ALL_CACHES,
     ALL_EXPERTS,
     ATTENTION,
     FIND,
@@ -44,10 +46,12 @@ from aoquant.config import (
     Packed4WeightConfig,
     PackedWeightConfig,
     QATConfig,
+    apart,
     by_layer,
 )
 from aoquant.formats import get_format
 from aoquant.hybrid import HybridConfig
+from aoquant.kv import KVCacheConfig
 from aoquant.transforms import WUSH, Hadamard
 
 
@@ -56,7 +60,7 @@ class Recipe:
     """name: for the command line. make: builds the PTQ config. about: what the converted layer is.
 
     training: how a model is trained towards it, as arguments of `QATConfig`. experts: it takes experts alone, and a
-    model without any has nothing to quantise.
+    model without any has nothing to quantise. kv_cache: it quantises KV caches, too.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Recipe:
     about: str
     training: Mapping[str, Any] = field(default_factory=dict)
     experts: bool = False
+    kv_cache: bool = False
 
     def prepare(self, **options: Any) -> QATConfig:
         """The config of prepare; options are further arguments of `QATConfig`, and win."""
@@ -104,6 +109,11 @@ def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
 def _without_attention(config: AOBaseConfig) -> AOBaseConfig:
     """`config` for all that is quantised by default but attention: experts, shared experts, MLPs; routers are float."""
     return by_layer({ATTENTION: None, "_default": config})
+
+
+def _with_cache(base: str, cache: KVCacheConfig) -> AOBaseConfig:
+    """The config of recipe `base` for layers, and `cache` for all KV caches."""
+    return by_layer({"_default": _CONFIGS[base](), ALL_CACHES: cache})
 
 
 # name -> PTQ config; what the layer is then called stands in `_ABOUT`, how it is trained in `_TRAINING`
@@ -152,6 +162,10 @@ _CONFIGS: dict[str, Callable[[], AOBaseConfig]] = {
     "vllm-nvfp4": lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static"),
     "vllm-nvfp4-weight": lambda: Packed4WeightConfig("nvfp4-pow2", contract="dequantize"),
     "vllm-mxfp4": lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
+    "vllm-w4a16-g128-kv-fp8": lambda: _with_cache("vllm-w4a16-g128", KVCacheConfig("fp8", query="fp8")),
+    "vllm-w4a16-g128-kv-int8": lambda: _with_cache("vllm-w4a16-g128", KVCacheConfig("int8-token-head")),
+    "vllm-fp8-kv-fp8": lambda: _with_cache("vllm-fp8", KVCacheConfig("fp8", query="fp8")),
+    "vllm-nvfp4-kv-fp8": lambda: _with_cache("vllm-nvfp4", KVCacheConfig("fp8", query="fp8")),
     "mxfp8-nvfp4": lambda: PackedWeightConfig("mxfp8", "mxfp8"),
     "nvfp4-mxfp8": NVFP4WeightConfig,
     "mxfp8-hp": lambda: PackedWeightConfig("mxfp8", "mxfp8"),
@@ -161,6 +175,8 @@ _CONFIGS: dict[str, Callable[[], AOBaseConfig]] = {
     "te-nvfp4-sr": lambda: Packed4WeightConfig("te-nvfp4-16x16", "te-nvfp4"),
     "gguf-q4_0": lambda: Packed4WeightConfig("q4_0", "q8_0-x86", "ggml"),
     "gguf-q8_0": lambda: PackedWeightConfig("q8_0", "q8_0-x86", "ggml"),
+    "gguf-q4_0-kv-q8_0": lambda: _with_cache("gguf-q4_0", KVCacheConfig("q8_0")),
+    "gguf-q8_0-kv-q8_0": lambda: _with_cache("gguf-q8_0", KVCacheConfig("q8_0")),
     "torchao-int8-int4": lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
     "torchao-int8": Int8DynamicActivationInt8WeightConfig,
     "torchao-fp8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
@@ -223,6 +239,10 @@ _ABOUT = {
     "vllm-nvfp4": "for vLLM: NVFP4 whose outer scales are powers of two that fused layers share; activations calibrated",
     "vllm-nvfp4-weight": "for vLLM on Hopper, which leaves activations in bfloat16: the same weights, high-precision activations",
     "vllm-mxfp4": "for vLLM: MXFP4 weights and activations by the rule of its kernels",
+    "vllm-w4a16-g128-kv-fp8": "vllm-w4a16-g128; keys, values and queries in e4m3 under calibrated scales, as vLLM's fp8 KV cache",
+    "vllm-w4a16-g128-kv-int8": "vllm-w4a16-g128; an int8 KV cache, a scale per token and head: --kv-cache-dtype int8_per_token_head",
+    "vllm-fp8-kv-fp8": "vllm-fp8; keys, values and queries in e4m3 under calibrated scales, as vLLM's fp8 KV cache",
+    "vllm-nvfp4-kv-fp8": "vllm-nvfp4; keys, values and queries in e4m3 under calibrated scales, as vLLM's fp8 KV cache",
     "mxfp8-nvfp4": "MXFP8 weights and activations; trains with an NVFP4 backward",
     "nvfp4-mxfp8": "NVFP4 weights and activations; trains with an MXFP8 backward",
     "mxfp8-hp": "MXFP8 weights and activations; trains with a high-precision backward of the original input",
@@ -232,6 +252,8 @@ _ABOUT = {
     "te-nvfp4-sr": "nvfp4-training whose gradients have TransformerEngine's scales, under which the largest values clip",
     "gguf-q4_0": "for llama.cpp: Q4_0 weights, Q8_0 activations, its integer products",
     "gguf-q8_0": "for llama.cpp: Q8_0 weights and activations, its integer products",
+    "gguf-q4_0-kv-q8_0": "gguf-q4_0; a Q8_0 KV cache, rotated as llama.cpp does: -ctk q8_0 -ctv q8_0",
+    "gguf-q8_0-kv-q8_0": "gguf-q8_0; a Q8_0 KV cache, rotated as llama.cpp does: -ctk q8_0 -ctv q8_0",
     "torchao-int8-int4": "torchao's IntxUnpackedToInt8Tensor, int8 activations per token",
     "torchao-int8": "torchao's Int8Tensor, int8 activations per token",
     "torchao-fp8": "torchao's Float8Tensor, e4m3 weights and activations per row, torch._scaled_mm",
@@ -263,7 +285,14 @@ _TRAINING: dict[str, dict[str, Any]] = {
 }
 
 _RECIPES = {
-    name: Recipe(name, make, _ABOUT[name], _TRAINING.get(name, {}), experts=name.endswith("-experts"))
+    name: Recipe(
+        name,
+        make,
+        _ABOUT[name],
+        _TRAINING.get(name.partition("-kv-")[0], {}),
+        name.endswith("-experts"),
+        "-kv-" in name,
+    )
     for name, make in _CONFIGS.items()
 }
 
@@ -337,6 +366,7 @@ def mixed(
     default = make(get_recipe(recipe))
     if not layers and not skip:
         return default
+    default, cache = _apart(default)
     if isinstance(default, FqnToConfig) or isinstance(getattr(default, "base_config", None), FqnToConfig):
         raise ValueError(
             f"{recipe} chooses its layers itself: leave out layers and skip, or give a recipe that takes all layers"
@@ -348,10 +378,18 @@ def mixed(
             raise ValueError(f"layers are given as NAME or NAME=RECIPE, got {entry!r}")
         if name in by_name:
             raise ValueError(f"{name!r} is given twice: once is enough, in layers or in skip")
-        by_name[name] = make(get_recipe(other)) if equals else default
+        by_name[name] = _apart(make(get_recipe(other)))[0] if equals else default
     if all("=" in entry for entry in layers):
         by_name["_default"] = default
-    return by_layer(by_name)
+    return by_layer(by_name if cache is None else by_name | {ALL_CACHES: cache})
+
+
+def _apart(config: Any) -> tuple[Any, Any]:
+    """Return the configs of layers and of KV caches, each of training where `config` is."""
+    if not isinstance(config, QATConfig) or config.kv_cache is None or config.base_config is None:
+        return apart(config)
+    layers = dataclasses.replace(config, kv_cache=None)
+    return layers, dataclasses.replace(config, base_config=None)
 
 
 def list_recipes() -> list[Recipe]:

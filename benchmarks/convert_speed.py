@@ -143,7 +143,7 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device")
-    configs = {r.name: r.make() for r in list_recipes() if not r.experts}
+    configs = {r.name: r.make() for r in list_recipes() if not (r.experts or r.kv_cache)}
     configs[HQQ] = ao.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq")
     rows, failed = [], False
     torch.manual_seed(0)

@@ -158,7 +158,7 @@ def main() -> int:
     ours = {
         r.name: r.make()
         for r in list_recipes()
-        if not r.experts and not r.name.startswith("torchao") and "static" not in r.name
+        if not (r.experts or r.kv_cache) and not r.name.startswith("torchao") and "static" not in r.name
     }
     both = {
         **{c: (config, True) for c, config in TORCHAO.items()},

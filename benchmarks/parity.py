@@ -133,7 +133,7 @@ def main() -> int:
     start, device = time.perf_counter(), torch.device(args.device)
     meta, ms = versions(device), MS if args.device == "cuda" else MS[:-1]  # large M takes minutes on a CPU
     head = ("config", "weight", "gemm", *(f"M={m}" for m in ms), "cos dW", "cos dx", "compiled", "")
-    names = [*(r.name for r in list_recipes() if not r.experts), *TORCHAO]
+    names = [*(r.name for r in list_recipes() if not (r.experts or r.kv_cache)), *TORCHAO]
     if args.workers > 1:
         with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
             rows = [head, *pool.map(line, names, repeat(device), repeat(ms))]

@@ -291,7 +291,7 @@ def layer(recipe: str, m: int) -> None:
 
 def of_layers() -> Iterator[Case]:
     """A layer of each recipe, for few rows and for more than a tile."""
-    for recipe, m in product((r.name for r in list_recipes()), (3, 130)):
+    for recipe, m in product((r.name for r in list_recipes() if not r.kv_cache), (3, 130)):
         if not any(other in recipe for other in NO_LAYER):
             yield Case(f"layer {recipe} m={m}", partial(layer, recipe, m))
 

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 from torchao.utils import TorchAOBaseTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from aoquant.distributed import fsdp
 from aoquant.experts.packed_experts import PackedExperts
@@ -100,7 +100,7 @@ def of_model(model: nn.Module) -> Source:
     plain = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
     stock = _empty(type(model), type(model.config).from_dict(plain | given))
     tied = {name: kept for name, kept in _ties(model).items() if name in _ties(stock)}
-    scales = {f"{fqn}.{name}" for fqn in hook.quantised(model) for name in hook.SCALES}  # kv_cache.py writes them
+    scales = hook.scales(model)  # kv_cache.py writes them
     stored = {name: t for name, t in _kept(model, tied).items() if name not in scales}
     _check_fits(model, stock, stored)
     weights = {name: Weight(name, _tensor_class(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
@@ -125,10 +125,7 @@ def _of_checkpoint(folder: Path) -> Source:
     checkpoint.check(folder)
     checksums.verify_unless_told(checkpoint.files(folder), configs=True)
     config = read_json(folder / "config.json")
-    if "KVCacheConfig" in json.dumps(config.pop("quantization_config")):
-        raise ValueError(
-            f"{folder}: its KV cache is quantised: load it with aoquant.load_pretrained and export the model"
-        )
+    quantised = TorchAoConfig.from_dict(config.pop("quantization_config"))
     config.pop(POINTER, None)
     described: dict[str, str] = {}
     stored_tensors: dict[str, StoredTensor] = {}
@@ -136,24 +133,31 @@ def _of_checkpoint(folder: Path) -> Source:
         metadata, found = header(path)
         described |= metadata
         stored_tensors |= found
-    model = _skeleton(folder)
-    tied = _ties(model)
-    names = [n for n in described if n not in tied and n not in ("tensor_names", "format", *checksums.ENTRIES)]
-    if wrong := sorted(_kept(model, tied).keys() ^ set(names)):
+    model, stock = _skeleton(folder), _skeleton(folder)
+    hook.attach_named(model, quantised.quant_type)
+    tied, scales = _ties(model), hook.scales(model)
+    no_weights = (*scales, "tensor_names", "format", *checksums.ENTRIES)
+    names = [n for n in described if n not in tied and n not in no_weights]
+    if wrong := sorted(_kept(stock, tied).keys() ^ set(names)):
         raise ValueError(
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "
             "and export the model"
         )
     parts = {n: _parts(n, described[n]) for n in names}
-    places = model_names(model, stored_tensors, (part for own in parts.values() for part in own))
+    places = model_names(model, stored_tensors, (*(part for own in parts.values() for part in own), *scales))
     homes = {part: name for name, part in places.items()}
+    for name in scales:
+        if name not in homes:
+            raise ValueError(f"{folder}: {name}, a scale of a KV cache, is in no file: save the checkpoint again")
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(own_name, stored_tensors[homes[name]].read())
     weights = {
         n: _on_disk(folder, n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes})
         for n in names
     }
     kept_whole = {n: _beside(homes[next(iter(parts[n]))], n) for n in names if next(iter(parts[n])) in homes}
     weights = as_stored(model, weights, kept_whole, stored_tensors)
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, model, folder, _routers(weights, model)))
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, stock, folder, _routers(weights, model)))
 
 
 def _checked(source: Source) -> Source:

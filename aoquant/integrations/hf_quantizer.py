@@ -11,6 +11,7 @@ and what it saves is a float checkpoint. FP-Quant's config does the same whereve
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -39,6 +40,8 @@ from aoquant.hybrid import HybridConfig
 from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.kv import KVCacheConfig, hook
 from aoquant.linear.packed import adopt
+from aoquant.planning import caches
+from aoquant.planning.caches import CachePlan
 from aoquant.planning.plan import ours
 from aoquant.quantize import quantize_
 
@@ -62,6 +65,7 @@ class Quantizer(TorchAoHfQuantizer):
     """
 
     original_names = True
+    caches: CachePlan | None = None  # of a model that is quantised as it is loaded
 
     @property
     def is_trainable(self) -> bool:
@@ -119,9 +123,18 @@ class Quantizer(TorchAoHfQuantizer):
         return revert_weight_conversion(model, kept) if self.original_names else kept
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        if not (self.pre_quantized or trains(self.quantization_config)):
+            self.caches = caches.plan(model, self.quantization_config.quant_type, None)
+            if self.caches.layers is None:
+                raise ValueError(
+                    "TorchAoConfig quantises layers as they are loaded, and this config is for KV caches alone: load the "
+                    "float model, and call aoquant.quantize_"
+                )
+            self.quantization_config = copy.copy(self.quantization_config)  # the caller's stays as it is
+            self.quantization_config.quant_type = self.caches.layers
         super()._process_model_before_weight_loading(model, *args, **kwargs)
-        if not trains(self.quantization_config):
-            _attach_caches(model, self.quantization_config.quant_type)
+        if self.pre_quantized and not trains(self.quantization_config):
+            hook.attach_named(model, self.quantization_config.quant_type)
         # before anything is built: transformers only logs what building raises
         _check_classes(model, getattr(self, "metadata", {}))
 
@@ -140,6 +153,8 @@ class Quantizer(TorchAoHfQuantizer):
             )
         for module in model.modules():
             adopt(module)
+        if self.caches is not None:
+            self.caches.apply(model)
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model
@@ -199,22 +214,6 @@ def trains(config: Any) -> bool:
     base = config.quant_type
     every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
     return any(isinstance(c, HybridConfig) or getattr(ours(c), "step", None) == "prepare" for c in every)
-
-
-def _attach_caches(model: Any, base: Any) -> None:
-    """Quantise the KV caches that a checkpoint names, before its scales are loaded.
-
-    Raises:
-        ValueError: the model has no such module, or the module cannot have its config.
-    """
-    named = base.fqn_to_config if isinstance(base, FqnToConfig) else {}
-    found = hook.attentions(model)
-    for fqn, config in named.items():
-        if isinstance(config, KVCacheConfig):
-            reason = hook.why_not(found[fqn], config) if fqn in found else "the model has no such attention module"
-            if reason is not None:
-                raise ValueError(f"{fqn}: the checkpoint quantises its KV cache, and {reason}")
-            hook.attach(found[fqn], fqn, config, converted=True)
 
 
 def _release(quantizer: HfQuantizer, model: Any) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from aoquant.linear.kinds import is_linear
-from aoquant.planning.choose import each
+from aoquant.planning import caches
+from aoquant.planning.choose import Choice, each
 from aoquant.planning.heads import output_embeddings
 from aoquant.planning.plan import Plan, plan
 from aoquant.planning.tied import identity
@@ -38,15 +39,18 @@ def with_embeddings(model: nn.Module, recipe: str, layers: Sequence[str] = (), s
 
 
 def checked_plan(model: nn.Module, config: Any, *, skip_incompatible: bool = False) -> Plan:
-    """Return the plan of `quantize_`.
+    """Return the plan of `quantize_` for layers; KV caches are checked.
 
     Raises:
         ValueError: a layer cannot take its config (unless skip_incompatible), or a name or pattern matches no layer.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the name or pattern .* matches no linear layer")
+        warnings.filterwarnings("error", message="the name or pattern .* matches no (linear layer|attention module)")
         try:
-            return plan(model, config, None, skip_incompatible=skip_incompatible)
+            layers = caches.plan(model, config, None, skip_incompatible=skip_incompatible).layers
+            if layers is None and config is not None:  # KV caches alone
+                return Plan([], {}, Choice())
+            return plan(model, layers, None, skip_incompatible=skip_incompatible)
         except UserWarning as warning:
             raise ValueError(str(warning)) from None
 

@@ -30,7 +30,8 @@ from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import hf
 from aoquant.integrations.plans import ptq_plan
 from aoquant.integrations.stream_sources import Source
-from aoquant.planning import stack_changes
+from aoquant.kv import hook
+from aoquant.planning import caches, stack_changes
 from aoquant.planning.changes import Change
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.tied import identity
@@ -49,9 +50,9 @@ class Skeleton:
     model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every
     file's header, under the model's own names. index: content of the index file, None for a single file. layers: to
     encode, and stacked experts. parts: where their codes and scales are written, name in the model to name in the files
-    (transformers renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs
-    that the config ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: the
-    quantised parameters, and the float ones.
+    (transformers renames some architectures' tensors). copies: where tensors that stay float are read. scales: of KV
+    caches, which no text calibrates. twins: pairs that the config ties and the source holds twice: must be equal.
+    skipped: layers left out, and why. coverage: the quantised parameters, and the float ones.
     """
 
     model: PreTrainedModel
@@ -61,6 +62,7 @@ class Skeleton:
     layers: list[Source]
     parts: dict[str, str]
     copies: dict[str, StoredTensor]
+    scales: dict[str, Tensor]
     twins: list[tuple[StoredTensor, StoredTensor]]
     skipped: Mapping[str, str]
     coverage: Coverage
@@ -127,6 +129,12 @@ def build(
         if identity(weight) not in packed:
             layers.append(_source(change, model, stored, tied))
         apply(change, packed)
+    caches.plan(model, config, None, skip_incompatible=skip_incompatible).apply(model)
+    for name, scale in hook.scales(model).items():  # the values that an uncalibrated model has
+        module: Any = model.get_submodule(name.rpartition(".")[0])
+        start = torch.full_like(scale, module.kv_quant.config.start, device="cpu")
+        module.register_buffer(name.rpartition(".")[2], start)
+    caches.warn_of_scales(hook.uncalibrated(hook.quantised(model).values()))
     hf.attach(model)
 
     flat, metadata = model.hf_quantizer.get_state_dict_and_metadata(model)
@@ -146,11 +154,12 @@ def build(
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
+    scales = {written[id(flat[name])]: flat[name] for name in hook.scales(model)}
     copies = {name: found for name in tensors if (found := sources.get(name)) is not None}
     metadata[checksums.KEY] = checksums.table(tensors, metadata)  # placeholders: there are no values yet
     header = {**metadata, "format": "pt"}
     left = planned.skipped, coverage(model)
-    return Skeleton(model, files, header, index, layers, parts, copies, twins, *left)
+    return Skeleton(model, files, header, index, layers, parts, copies, scales, twins, *left)
 
 
 def _source(

@@ -171,6 +171,8 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
     work += [(layer, layer.names[0]) for layer in skeleton.layers]
     work.sort(key=lambda w: (w[0].path, w[0].start) if isinstance(w[0], StoredTensor) else w[0].place)
     total = sum(source.size for source, _ in work)
+    for name, scale in skeleton.scales.items():
+        _write(scale, places[name], 0, sums)
     with progress(total, "convert", "byte") as bar:
         for source, name in work:
             if isinstance(source, StoredTensor):

@@ -56,6 +56,11 @@ class KVCacheConfig(AOBaseConfig):
             )
 
     @property
+    def start(self) -> float:
+        """Return a static scale before calibration."""
+        return 1.0 if isinstance(self.scale, str) else float(self.scale)
+
+    @property
     def k_format(self) -> KVFormat:
         """Return the format of keys."""
         return get_kv_format(self.key or self.format, "k")

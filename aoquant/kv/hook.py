@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torchao.quantization import FqnToConfig
 
 from aoquant.formats import KVFormat
 from aoquant.kv.config import KVCacheConfig
@@ -153,6 +154,8 @@ def pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if quant is None:
         return None
     name, place = quant.argument
+    if any(isinstance(a, Passing) and a.module is module for a in (*args, *kwargs.values())):
+        return None  # the hook of an earlier attach
     given = next((n for n in NAMES if n in kwargs), name)
     if given not in kwargs and place < len(args):
         return (*args[:place], Passing(module, args[place]), *args[place + 1 :]), kwargs
@@ -167,13 +170,27 @@ def attach(module: Any, fqn: str, config: KVCacheConfig, *, converted: bool = Fa
         module.register_forward_pre_hook(pass_cache, with_kwargs=True)
     module.kv_quant = KVQuant(fqn, config, found, converted)
     where = next((t.device for t in module.parameters()), torch.device("cpu"))
-    start = 1.0 if isinstance(config.scale, str) else float(config.scale)
     static = {"k_scale": config.k_format.static, "v_scale": config.v_format.static, "q_scale": config.query is not None}
     for name in (name for name, wanted in static.items() if wanted):
         shape = (heads(module), 1, 1) if config.per == "head" and name != "q_scale" else (1,)
-        module.register_buffer(name, torch.full(shape, start, dtype=torch.float32, device=where))
+        module.register_buffer(name, torch.full(shape, config.start, dtype=torch.float32, device=where))
     if config.query is not None:
         _install_queries(module)
+
+
+def attach_named(model: nn.Module, config: Any) -> None:
+    """Quantise the KV caches that a checkpoint's config names, before their scales are loaded.
+
+    Raises:
+        ValueError: the model has no such module, or the module cannot have its config.
+    """
+    found = attentions(model)
+    for fqn, own in config.fqn_to_config.items() if isinstance(config, FqnToConfig) else ():
+        if isinstance(own, KVCacheConfig):
+            reason = why_not(found[fqn], own) if fqn in found else "the model has no such attention module"
+            if reason is not None:
+                raise ValueError(f"{fqn}: the checkpoint quantises its KV cache, and {reason}")
+            attach(found[fqn], fqn, own, converted=True)
 
 
 def detach(module: Any) -> None:
@@ -186,6 +203,11 @@ def detach(module: Any) -> None:
 def quantised(model: nn.Module) -> dict[str, Any]:
     """Return the modules whose cache is quantised, by name."""
     return {fqn: m for fqn, m in model.named_modules() if getattr(m, "kv_quant", None) is not None}
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    """Return the static scales of a model's caches, by name."""
+    return {f"{fqn}.{n}": m._buffers[n] for fqn, m in quantised(model).items() for n in SCALES if n in m._buffers}
 
 
 def attentions(model: nn.Module) -> dict[str, nn.Module]:

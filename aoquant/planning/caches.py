@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torchao.quantization import FqnToConfig
 
 from aoquant._messages import AoquantWarning, listed
-from aoquant.config import QATConfig, by_layer
+from aoquant.config import ALL_CACHES, QATConfig, apart, by_layer
 from aoquant.kv import KVCacheConfig, hook
 from aoquant.linear.kinds import is_layer
 from aoquant.linear.prepared import PreparedModule
@@ -43,13 +44,27 @@ class CachePlan:
         done = {fqn: model.get_submodule(fqn) for fqn in (*self.converted, *self.quantised)}
         for module in done.values():
             module.kv_quant.converted = True  # type: ignore[union-attr]
-        if names := hook.uncalibrated(done.values()):
-            warnings.warn(
-                f"the KV-cache scales of {len(names)} attention module(s), such as {names[0]}, are 1.0, as engines take them "
-                "where a checkpoint has none: call aoquant.calibrate(model, batches) before convert, or give scale=1.0",
-                AoquantWarning,
-                stacklevel=4,
-            )
+        warn_of_scales(hook.uncalibrated(done.values()))
+
+    def prepare(self, model: nn.Module) -> list[hook.KVQuant]:
+        """Prepare the caches of `prepared` and of `quantised`, whose scales are found before they convert."""
+        found = []
+        for fqn, config in (self.prepared | self.quantised).items():
+            module: Any = model.get_submodule(fqn)
+            hook.attach(module, fqn, config)
+            found.append(module.kv_quant)
+        return found
+
+
+def warn_of_scales(names: Sequence[str]) -> None:
+    """Warn of attention modules whose static scales came from nowhere."""
+    if names:
+        warnings.warn(
+            f"the KV-cache scales of {len(names)} attention module(s), such as {names[0]}, are 1.0, as engines take them "
+            "where a checkpoint has none: prepare, call aoquant.calibrate(model, batches), and convert; or give scale=1.0",
+            AoquantWarning,
+            stacklevel=5,
+        )
 
 
 def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> CachePlan:
@@ -65,8 +80,8 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     if not _concerns_caches(model, config):
         return found
     modules = {fqn: m for fqn, m in hook.attentions(model).items() if not hook.shares(m)}
-    _warn_of_names(modules, config)
     found.layers = _of_layers(model, modules, config)
+    _warn_of_names(modules, config, alone=found.layers is None)
     if found.layers is not None:
         filter_fn = None
     for fqn, module in modules.items():
@@ -81,7 +96,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
             found.prepared[fqn] = own.kv_cache
         else:
             found.quantised[fqn] = own
-    asked = found.layers is None or getattr(config, "kv_cache", None) is not None
+    asked = found.layers is None or _asks(config) or apart(config)[1] is not None
     if asked and not (found.prepared or found.quantised or found.converted):
         raise ValueError(
             f"no KV cache to quantise: the {type(model).__name__} has no attention module, with a cache among the arguments of its "
@@ -91,13 +106,18 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     return found
 
 
-def _warn_of_names(modules: dict[str, nn.Module], config: Any) -> None:
-    """Warn of each name or pattern with a KV config that matches no attention module."""
+def _warn_of_names(modules: dict[str, nn.Module], config: Any, *, alone: bool) -> None:
+    """Warn of each name or pattern with a KV config, or of any where no layers are chosen, that matches no attention
+    module.
+    """
     base = getattr(config, "base_config", None)
     by_name: dict[str, Any] = next((c.fqn_to_config for c in (config, base) if isinstance(c, FqnToConfig)), {})
     for key, value in by_name.items():
-        asked = isinstance(ours(value), KVCacheConfig) or getattr(ours(value), "kv_cache", None) is not None
-        if asked and key != "_default" and not any(key_of({key: None}, fqn, default=False) for fqn in modules):
+        if (
+            (alone or _asks(ours(value)))
+            and key not in ("_default", ALL_CACHES)
+            and not any(key_of({key: None}, fqn, default=False) for fqn in modules)
+        ):
             warnings.warn(
                 f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {', '.join(modules) or 'none'}",
                 AoquantWarning,
@@ -105,12 +125,17 @@ def _warn_of_names(modules: dict[str, nn.Module], config: Any) -> None:
             )
 
 
+def _asks(config: Any) -> bool:
+    """Return whether a config quantises KV caches."""
+    return isinstance(config, KVCacheConfig) or getattr(config, "kv_cache", None) is not None
+
+
 def _concerns_caches(model: nn.Module, config: Any) -> bool:
     if isinstance(config, FqnToConfig):
         values = [ours(c) for c in config.fqn_to_config.values()]
     else:
         values = [config]
-    if any(isinstance(c, KVCacheConfig) or getattr(c, "kv_cache", None) is not None for c in values):
+    if any(_asks(c) for c in values):
         return True
     if isinstance(base := getattr(config, "base_config", None), FqnToConfig):
         return _concerns_caches(model, base)
@@ -121,13 +146,15 @@ def _of_cache(config: Any, fqn: str) -> Any:
     """Return the config of one attention module: a KVCacheConfig, a QATConfig with one or of convert, or None."""
     config = ours(config)
     if isinstance(config, QATConfig) and isinstance(base := config.base_config, FqnToConfig):
-        key = key_of(base.fqn_to_config, fqn, default=False)
-        own = base.fqn_to_config[key] if key else config.kv_cache
-        own = own if isinstance(own, KVCacheConfig) or own is None else config.kv_cache
+        by_name = {k: c for k, c in base.fqn_to_config.items() if c is None or isinstance(c, KVCacheConfig)}
+        key = key_of(by_name, fqn, default=False)
+        own = by_name[key] if key else config.kv_cache
         return own and dataclasses.replace(config, base_config=None, kv_cache=own)
-    if isinstance(config, FqnToConfig):
-        key = key_of(config.fqn_to_config, fqn, default=True)
-        return _of_cache(config.fqn_to_config[key], fqn) if key else None
+    if isinstance(config, FqnToConfig):  # a config of layers says nothing of caches, whose next key counts
+        converts = [k for k, c in config.fqn_to_config.items() if getattr(ours(c), "step", "") == "convert"]
+        by_name = {k: c for k, c in config.fqn_to_config.items() if c is None or k in converts or _asks(ours(c))}
+        key = key_of(by_name, fqn, default=True)
+        return _of_cache(by_name[key], fqn) if key else None
     if isinstance(config, QATConfig):
         return config if config.kv_cache is not None or config.step == "convert" else None
     return config if isinstance(config, KVCacheConfig) else None
@@ -158,6 +185,8 @@ def _of_layers(model: nn.Module, modules: dict[str, nn.Module], config: Any) -> 
         own = _of_layers(model, modules, ours(value))
         if own is not None or value is None:
             kept[key] = own
+    if kept.keys() == {"_default"}:  # a filter may choose of these
+        return kept["_default"]
     return by_layer(kept) if any(v is not None for v in kept.values()) else None
 
 

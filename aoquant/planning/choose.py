@@ -22,6 +22,7 @@ from aoquant._messages import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
+from aoquant.kv import KVCacheConfig
 from aoquant.linear import replaced
 from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
@@ -196,9 +197,9 @@ def _pushed_into_names(config: Any) -> Any:
 
 
 def each(config: Any) -> list[Any]:
-    """The configs of an `FqnToConfig`, but None, which leaves layers out; of another config itself."""
+    """The configs of layers in an `FqnToConfig`, but None, which leaves layers out; of another config itself."""
     if isinstance(config, FqnToConfig):
-        return [c for c in config.fqn_to_config.values() if c is not None]
+        return [c for c in config.fqn_to_config.values() if not isinstance(c, KVCacheConfig | None)]
     return [config]
 
 

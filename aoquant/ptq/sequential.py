@@ -24,6 +24,7 @@ from aoquant.formats import Encoded
 from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import PackedTensor
+from aoquant.planning import caches
 from aoquant.planning.choose import Filter, choose
 from aoquant.planning.fused import share_outer_scales
 from aoquant.planning.plan import plan, plan_layer, prepare_target
@@ -81,10 +82,18 @@ def calibrate_ptq(
     store = None if checkpoint is None else resume.Blocks(Path(checkpoint), resume.key_of(model, given, asked))
     try:
         with restoring(list(model.modules())), undisturbed(model), blocks.without_cache(model):
-            layers = _prepared(model, asked.recipe, filter_fn, step, skip_incompatible)
+            cached = caches.plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
+            if cached.layers is None:
+                raise ValueError("calibrate_ptq: the recipe is for KV caches alone: use aoquant.calibrate")
+            layers = _prepared(model, cached.layers, filter_fn, step, skip_incompatible)
+            kv_caches = cached.prepare(model)
             if uncalibrated(model):
                 calibrate(model, given)
+            for cache in kv_caches:
+                cache.fake_quant = False
             rows = _Run(model, layers, given, asked, step, store).rows()
+            for cache in kv_caches:
+                cache.fake_quant, cache.converted = True, step is None
     finally:
         fast_path.sync(model)
     if step == "prepare":
@@ -116,7 +125,7 @@ def _prepared(
         ValueError: naming each layer that cannot be prepared.
     """
     configs, problems, weights = {}, [], dict[Any, str]()
-    choice = choose(model, named(recipe), filter_fn)
+    choice = choose(model, recipe, filter_fn)
     for chosen in choice.layers:
         fqn = chosen.fqn.partition(", ")[0]
         is_qat = isinstance(chosen.config, QATConfig)

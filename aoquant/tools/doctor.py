@@ -188,7 +188,7 @@ class Tried(NamedTuple):
 
 def recipes(device: str | None = None) -> list[Tried]:
     """Return every recipe for linear layers."""
-    return [_try(r, device or default_device()) for r in list_recipes() if not r.experts]
+    return [_try(r, device or default_device()) for r in list_recipes() if not (r.experts or r.kv_cache)]
 
 
 def default_device() -> str:

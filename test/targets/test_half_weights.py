@@ -29,7 +29,7 @@ from aoquant.targets import resolve
 
 SIZES = (0.1, 2e-3, 1e-4)
 OTHERS = ("intx4-g32-asym", "intx4-g32-noclip", "intx8-row-sfloat32", "stretched2-g32", "stretched4-row", "q4_0")
-RECIPES = [r.name for r in list_recipes()]
+RECIPES = [r.name for r in list_recipes() if not r.kv_cache]  # their layers are another recipe's
 EXPERTS = [name for name in RECIPES if get_recipe(name).experts]
 
 

@@ -30,7 +30,7 @@ STATIC: dict[str, Any] = {
     "int8-static-row": Int8StaticActivationInt8WeightConfig(granularity=[PerTensor(), PerRow()]),
     "fp8-static": Float8StaticActivationFloat8WeightConfig(),
 }
-RECIPES = [recipe.name for recipe in list_recipes() if "experts" not in recipe.name]
+RECIPES = [recipe.name for recipe in list_recipes() if "experts" not in recipe.name and not recipe.kv_cache]
 NOT_PACKED = {"torchao-fp8-int4", "torchao-int4-preshuffled", "torchao-int4-tile-packed"}  # without their GPU kernels
 
 
