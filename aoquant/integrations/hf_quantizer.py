@@ -65,6 +65,7 @@ class Quantizer(TorchAoHfQuantizer):
     """
 
     original_names = True
+    quantization_config: Any
     caches: CachePlan | None = None  # of a model that is quantised as it is loaded
 
     @property
