@@ -134,7 +134,7 @@ def _of_checkpoint(folder: Path) -> Source:
         described |= metadata
         stored_tensors |= found
     model, stock = _skeleton(folder), _skeleton(folder)
-    hook.attach_named(model, quantised.quant_type)
+    hook.attach_named(model, getattr(quantised.quant_type, "fqn_to_config", {}))
     tied, scales = _ties(model), hook.scales(model)
     no_weights = (*scales, "tensor_names", "format", *checksums.ENTRIES)
     names = [n for n in described if n not in tied and n not in no_weights]

@@ -135,7 +135,7 @@ class Quantizer(TorchAoHfQuantizer):
             self.quantization_config.quant_type = self.caches.layers
         super()._process_model_before_weight_loading(model, *args, **kwargs)
         if self.pre_quantized and not trains(self.quantization_config):
-            hook.attach_named(model, self.quantization_config.quant_type)
+            hook.attach_named(model, getattr(self.quantization_config.quant_type, "fqn_to_config", {}))
         # before anything is built: transformers only logs what building raises
         _check_classes(model, getattr(self, "metadata", {}))
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torchao.quantization import FqnToConfig
 
 from aoquant.formats import KVFormat
 from aoquant.kv.config import KVCacheConfig
@@ -178,14 +177,14 @@ def attach(module: Any, fqn: str, config: KVCacheConfig, *, converted: bool = Fa
         _install_queries(module)
 
 
-def attach_named(model: nn.Module, config: Any) -> None:
-    """Quantise the KV caches that a checkpoint's config names, before their scales are loaded.
+def attach_named(model: nn.Module, by_name: Mapping[str, Any]) -> None:
+    """Quantise the KV caches that a checkpoint's configs name, before their scales are loaded.
 
     Raises:
         ValueError: the model has no such module, or the module cannot have its config.
     """
     found = attentions(model)
-    for fqn, own in config.fqn_to_config.items() if isinstance(config, FqnToConfig) else ():
+    for fqn, own in by_name.items():
         if isinstance(own, KVCacheConfig):
             reason = why_not(found[fqn], own) if fqn in found else "the model has no such attention module"
             if reason is not None:
