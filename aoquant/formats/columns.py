@@ -9,7 +9,9 @@ choice is the nearest deployed number: GridFlip's shifted grids, int4's fused ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,11 +31,12 @@ class Levels:
     values_GRL: Tensor
     codes_GRL: Tensor
     block: int
-    middles_GRL: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def middles_GRL(self) -> Tensor:
+        """Return the numbers between neighbouring values, up to which the lower one is nearer."""
         below, above = self.values_GRL[..., :-1], self.values_GRL[..., 1:]
-        self.middles_GRL = torch.where(above.isinf(), torch.inf, below / 2 + above / 2)
+        return torch.where(above.isinf(), torch.inf, below / 2 + above / 2)
 
     @classmethod
     def of(cls, format: Format, e: Encoded, dtype: torch.dtype) -> Levels:
@@ -53,12 +56,24 @@ class Levels:
         v_GRL, moved = v_GRL.masked_fill(again, torch.inf).sort(stable=True, dim=-1)
         return cls(v_GRL.contiguous(), every[order.gather(-1, moved)], block)
 
-    def nearest(self, w_R: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Return (values, codes) of one column of float32 values, (R,) each; of two values as near, the smaller one."""
-        group = column // self.block
-        index = torch.searchsorted(self.middles_GRL[group], w_R.unsqueeze(-1))
-        value = self.values_GRL[group].gather(-1, index)
-        return value.squeeze(-1), self.codes_GRL[group].gather(-1, index).squeeze(-1)
+    def nearest(self, w_R: Tensor, column: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return (values, codes) of one column of float32 values, (R,) each; of two values as near, the smaller one.
+
+        rows: which ones these are.
+        """
+        values, codes, middles = (
+            t[column // self.block, rows] for t in (self.values_GRL, self.codes_GRL, self.middles_GRL)
+        )
+        index = torch.searchsorted(middles, w_R.unsqueeze(-1))
+        return values.gather(-1, index).squeeze(-1), codes.gather(-1, index).squeeze(-1)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Levels]) -> Levels:
+        """Return the levels of several matrices, one below the other."""
+        if len(parts) == 1:
+            return parts[0]
+        values, codes = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("values_GRL", "codes_GRL"))
+        return cls(values, codes, parts[0].block)
 
     def nearest_to(self, w_RK: Tensor) -> tuple[Tensor, Tensor]:
         """Return (values, codes) of all columns of a float32 matrix, (R, K) each."""

@@ -8,12 +8,15 @@ inputs follow by running that block alone. Other blocks' inputs are captured by 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from aoquant.report.measure import run
 
@@ -52,6 +55,7 @@ class Block:
     """A block and its chosen layers by name.
 
     chained: its input is the output of the block before it. once: it runs once in each forward of the model.
+    first: its first call, without the input. plain: it returns one tensor.
     """
 
     fqn: str
@@ -59,6 +63,8 @@ class Block:
     layers: dict[str, Any]
     chained: bool = False
     once: bool = False
+    first: Call | None = None
+    plain: bool = False
 
 
 @dataclass
@@ -84,6 +90,18 @@ def find(layers: Mapping[str, nn.Module], model: nn.Module) -> list[Block]:
     return list(found.values())
 
 
+def below_head(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -> nn.Module:
+    """Return what is below the head of a transformers model, where the head is no block: logits are the largest tensor.
+
+    The model itself, where there is no such part, or where the part does not take the batches.
+    """
+    inner = getattr(model, "base_model", None) if hasattr(model, "base_model_prefix") else None
+    if not isinstance(inner, nn.Module) or not {b.module for b in blocks} <= {*inner.modules()}:
+        return model
+    names = {name for batch in batches if isinstance(batch, Mapping) for name in batch}
+    return inner if names <= inspect.signature(inner.forward).parameters.keys() else model
+
+
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential)
 
@@ -96,18 +114,23 @@ def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -
 
     def before(block: Block) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            own = Call(args, kwargs, None).input
+            call = Call(args, kwargs, None)
             if block.fqn not in counts:
-                block.chained = own is not None and last[0] is own
+                block.chained = call.input is not None and last[0] is call.input
+                block.first = None if call.input is None else call.behind(call.input.new_empty(0))
                 order.append(block)
             counts[block.fqn] = counts.get(block.fqn, 0) + 1
 
         return hook
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        last[0] = output[0] if isinstance(output, tuple | list) and output else output
+    def after(block: Block) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            block.plain = isinstance(output, Tensor)
+            last[0] = output[0] if isinstance(output, tuple | list) and output else output
 
-    handles = [b.module.register_forward_hook(after) for b in blocks]
+        return hook
+
+    handles = [b.module.register_forward_hook(after(b)) for b in blocks]
     seen = 0
     try:
         with _hooked((b.module, before(b)) for b in blocks):
@@ -134,21 +157,63 @@ def walk(model: nn.Module, blocks: list[Block], batches: Sequence[Any], *, twins
     floats = [_captured(model, chain, batches) for chain in chains] if twins else []
     for number, chain in enumerate(chains):
         captured = floats[0] if floats and number == 0 else _captured(model, chain, batches)
-        calls, float_calls = captured[chain[0].fqn], floats[number][chain[0].fqn] if twins else []
+        float_calls = list(floats[number][chain[0].fqn]) if twins else []
+        calls = captured.pop(chain[0].fqn)
         for block, following in zip(chain, [*chain[1:], None], strict=True):
             twin = copy.deepcopy(block.module) if twins else None
             yield Visit(block, calls, twin, float_calls)
             if following is not None:
-                after = captured[following.fqn]
-                pairs = zip(calls, after, strict=True)
-                calls = [then.behind(now.run(block.module)) for now, then in pairs]
+                _advance(calls, block.module, captured[following.fqn])
                 if twin is not None:
-                    pairs = zip(float_calls, floats[number][following.fqn], strict=True)
-                    float_calls = [then.behind(now.run(twin)) for now, then in pairs]
+                    _advance(float_calls, twin, floats[number][following.fqn])
+
+
+def _advance(calls: list[Call], module: nn.Module, following: Sequence[Call]) -> None:
+    """Replace the calls of a block by those of the next one, one after another: all inputs are gigabytes."""
+    for i, then in enumerate(following):
+        calls[i] = then.behind(calls[i].run(module))
 
 
 def _captured(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) -> dict[str, list[Call]]:
-    """Return the calls of each block of a chain, of which the first one alone keeps its input."""
+    """Return the calls of each block of a chain, of which the first one alone keeps its input.
+
+    The blocks are not run where the model's own code does not look at what they return.
+    """
+    if len(chain) > 1 and all(b.plain and b.once and b.first is not None for b in chain):
+        with _passing_on(chain):
+            found = _calls(model, chain, batches[:1])
+            if all(found[b.fqn] and _alike(b.first, found[b.fqn][0]) for b in chain[1:]):
+                return _calls(model, chain, batches)
+    return _calls(model, chain, batches)
+
+
+@contextmanager
+def _passing_on(chain: Sequence[Block]) -> Iterator[None]:
+    """Let the blocks of a chain return their input inside."""
+    before = [(b.module, vars(b.module).get("forward")) for b in chain]
+    try:
+        for block in chain:
+            vars(block.module)["forward"] = lambda *args, **kwargs: Call(args, kwargs, None).input
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+
+
+def _alike(a: Call | None, b: Call) -> bool:
+    """Return whether two calls without their inputs have the same arguments."""
+    ours, theirs = ([] if c is None else tree_leaves((c.args, c.kwargs)) for c in (a, b))
+    return len(ours) == len(theirs) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _calls(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) -> dict[str, list[Call]]:
+    """Run the model on each batch, up to the last block of a chain, and return the calls of the chain's blocks."""
     found: dict[str, list[Call]] = {b.fqn: [] for b in chain}
 
     def watch(block: Block, mask: Tensor | None) -> Any:

@@ -6,15 +6,16 @@ With U the upper Cholesky factor of (H + damping)^-1, columns in the order of fa
     q_j = nearest value that a code stands for;  e_j = (w_j - q_j) / U_jj;  w_i -= e_j U_ji for all i > j
 
 Scales are those of the original weight and stay ("static groups"), so any format's codes can be chosen in any order.
-Updates of columns beyond a block of 128 are one GEMM. The asymmetric target makes up for errors of earlier layers, too:
-their outputs x differ from the float model's x', and W* = W C (H + damping)^-1 with C = sum x'^T x is the weight that
-gives x' W^T from x, as closely as a linear layer can.
+The loop is `ops/columns.py`. The asymmetric target makes up for errors of earlier layers, too: their outputs x differ
+from the float model's x', and W* = W C (H + damping)^-1 with C = sum x'^T x is the weight that gives x' W^T from x, as
+closely as a linear layer can.
 
 Sources: Frantar et al. 2022 (GPTQ); Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos) for the target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +23,47 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format
 from aoquant.formats.columns import Levels, packed, rows
+from aoquant.ops.columns import round_columns
 
-BLOCK = 128
 ESCALATION = (1.0, 10.0, 100.0)  # times the damping that was asked for
-TABLE_BYTES = 1 << 30  # of the levels that exist at once
+TABLE_BYTES = 1 << 28  # of the levels that exist at once
+LEAF = 1024  # rows of a matrix that LAPACK or cuSOLVER factorises whole
+STRIP = 1024  # rows that are copied at a time
 
 
 @dataclass(frozen=True)
 class Factor:
-    """U of a Gram matrix (K, K), and how it was found. order: columns, first come first rounded. damping: a share of
-    the mean of H's diagonal, which was added to it.
+    """The inverse of a damped Gram matrix, and how it was found.
+
+    lower_KK: V, lower triangular, float64: V^T V is the inverse for the columns in the opposite of the order.
+    order_K: columns, first come first rounded. damping: a share of the mean of H's diagonal, which was added to it.
     """
 
-    upper_KK: Tensor
+    lower_KK: Tensor
     order_K: Tensor
     damping: float
+
+    @property
+    def upper_KK(self) -> Tensor:
+        """Return U, float32: U^T U is the inverse for the columns in order."""
+        return self.lower_KK.float().flip(0, 1)
+
+    def solve(self, moved_NK: Tensor) -> Tensor:
+        """Return moved_NK (H + damping)^-1, float64."""
+        backwards = self.order_K.flip(0)
+        return (moved_NK[:, backwards] @ self.lower_KK.mT @ self.lower_KK)[:, backwards.argsort()]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight to round. target_NK: float32, what errors are measured against: the weight that `encoded` encodes, or
+    W*. encoded: its scales stay. gram_KK: H.
+    """
+
+    target_NK: Tensor
+    encoded: Encoded
+    gram_KK: Tensor
+    factor: Factor
 
 
 @dataclass(frozen=True)
@@ -61,80 +88,96 @@ def factor(gram_KK: Tensor, damping: float, act_order: bool) -> Factor:
     diagonal = gram_KK.diagonal()
     k = len(diagonal)
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(k, device=gram_KK.device)
-    h_KK = gram_KK[order][:, order].double()
-    own = h_KK.diagonal()
-    own.masked_fill_(own == 0, 1.0)
+    backwards = order.flip(0)
     mean = float(diagonal.double().mean()) or 1.0
     for times in ESCALATION:
-        damped = h_KK.clone()
-        damped.diagonal().add_(damping * times * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and upper.isfinite().all():
-            return Factor(upper.float(), order, damping * times)
+        h_KK = gram_KK.new_empty(k, k, dtype=torch.float64)
+        for some, into in zip(backwards.split(STRIP), h_KK.split(STRIP), strict=True):
+            into.copy_(gram_KK[some][:, backwards])
+        own = h_KK.diagonal()
+        own.masked_fill_(own == 0, 1.0).add_(damping * times * mean)
+        if _invert_factor(h_KK) and h_KK.isfinite().all():
+            return Factor(h_KK, order, damping * times)
+        del h_KK
     raise ValueError(
         f"the Gram matrix of its input is not positive definite, even with damping {damping * ESCALATION[-1]}: calibrate "
         "on more tokens, or leave the layer out"
     )
 
 
-def towards_float(w_NK: Tensor, gram_KK: Tensor, cross_KK: Tensor, damping: float) -> Tensor:
+def _invert_factor(h_KK: Tensor) -> bool:
+    """Write the inverse of a matrix's lower Cholesky factor in its place, by halves; return whether it has one.
+
+    A matrix of 14336 columns takes 1.6 GB in float64, so copies of it would be most of what calibration needs.
+    """
+    k = len(h_KK)
+    if k <= LEAF:
+        lower, failed = torch.linalg.cholesky_ex(h_KK)
+        eye = torch.eye(k, dtype=h_KK.dtype, device=h_KK.device)
+        h_KK.copy_(torch.linalg.solve_triangular(lower, eye, upper=False))
+        return not failed
+    m = k // 2
+    a, b, c = h_KK[:m, :m], h_KK[m:, :m], h_KK[m:, m:]
+    if not _invert_factor(a):
+        return False
+    b.copy_(b @ a.mT)
+    c.addmm_(b, b.mT, alpha=-1.0)
+    if not _invert_factor(c):
+        return False
+    b.copy_(c @ (b @ a)).neg_()
+    h_KK[:m, m:] = 0.0
+    return True
+
+
+def towards_float(w_NK: Tensor, ahead_KK: Tensor, f: Factor) -> Tensor:
     """Return W* (N, K) float32: the weight that gives the float model's outputs from the quantised model's inputs.
 
-    cross_KK: C, sum of x'^T x over x' of the float and x of the quantised model.
+    ahead_KK: C - H, float32.
     """
-    damped = gram_KK.double()
-    damped.diagonal().add_(damping * damped.diagonal().mean())
-    moved = w_NK.double() @ (cross_KK.double() - gram_KK.double())
-    return w_NK + torch.linalg.solve(damped, moved, left=False).float()
+    return w_NK + f.solve(w_NK.double() @ ahead_KK.double()).float()
 
 
-def choose_codes(
-    target_NK: Tensor, e: Encoded, format: Format, dtype: torch.dtype, gram_KK: Tensor, f: Factor
-) -> Chosen:
-    """Choose the codes of a weight under the scales that `e` has.
+def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) -> list[Chosen]:
+    """Choose the codes of weights of one shape under the scales that they have. dtype: that values are decoded in.
 
-    target_NK: float32, what is rounded and what errors are measured against: the weight that e encodes, or W*. dtype:
-        that values are decoded in.
+    On a GPU as many as TABLE_BYTES allow are rounded at once.
     """
-    n, k = target_NK.shape
-    step = max(1, TABLE_BYTES // (9 * (k // (format.block or k)) << format.bits))
+    n, k = weights[0].target_NK.shape
+    step = max(1, TABLE_BYTES // (5 * (k // (format.block or k)) << format.bits))
     step = -(-step // format.tile_rows) * format.tile_rows
-    codes, values = [], []
-    for first in range(0, n, step):
-        last = min(first + step, n)
-        levels = Levels.of(format, rows(e, first, last, format.tile_rows), dtype)
-        chosen, code = _rounded(target_NK[first:last], levels, f)
-        values.append(chosen)
-        codes.append(code)
-    made = packed(format, e, torch.cat(codes))
-    nearest = _error(target_NK, format.decode(e, dtype).float(), gram_KK)
-    return Chosen(made, _error(target_NK, torch.cat(values), gram_KK), nearest)
+    found, together = [], max(1, step // n)
+    for i in range(0, len(weights), together):
+        some = weights[i : i + together]
+        upper_EKK = torch.stack([w.factor.upper_KK for w in some])
+        parts = [
+            _rounded(some, upper_EKK, slice(first, min(first + step, n)), format, dtype) for first in range(0, n, step)
+        ]
+        del upper_EKK
+        for w, *made in zip(some, *parts, strict=True):
+            values_NK, codes_NK = (torch.cat(halves) for halves in zip(*made, strict=True))
+            square = _energy(w.target_NK, w.gram_KK)
+            missed = (format.decode(w.encoded, dtype).float(), values_NK)
+            nearest, error = (_energy(w.target_NK - q_NK, w.gram_KK) / max(square, 1e-300) for q_NK in missed)
+            found.append(Chosen(packed(format, w.encoded, codes_NK), error, nearest))
+    return found
 
 
-def _rounded(w_NK: Tensor, levels: Levels, f: Factor) -> tuple[Tensor, Tensor]:
-    """Return (values, codes) of some rows, (N, K) each."""
-    order = f.order_K.tolist()
-    left_KN = w_NK.t()[f.order_K].contiguous()  # a column of W is contiguous
-    values_KN = torch.empty_like(left_KN)
-    codes_KN = torch.empty_like(left_KN, dtype=torch.uint8)
-    for start in range(0, len(order), BLOCK):
-        end = min(start + BLOCK, len(order))
-        u_BB = f.upper_KK[start:end, start:end]
-        over = u_BB.diagonal().tolist()
-        block_BN = left_KN[start:end]
-        errors_BN = torch.empty_like(block_BN)
-        for i in range(end - start):
-            values_KN[start + i], codes_KN[start + i] = levels.nearest(block_BN[i], order[start + i])
-            error = torch.sub(block_BN[i], values_KN[start + i], out=errors_BN[i]).div_(over[i])
-            block_BN[i + 1 :].addr_(u_BB[i, i + 1 :], error, alpha=-1.0)
-        left_KN[end:].addmm_(f.upper_KK[start:end, end:].t(), errors_BN, alpha=-1.0)
-    back = f.order_K.argsort()
-    return values_KN[back].t().contiguous(), codes_KN[back].t().contiguous()
+def _rounded(
+    weights: Sequence[Weight], upper_EKK: Tensor, some: slice, format: Format, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (values, codes) of some rows of each weight, (N, K) each."""
+    cut = (rows(w.encoded, some.start, some.stop, format.tile_rows) for w in weights)
+    levels = Levels.cat([Levels.of(format, e, dtype) for e in cut])
+    orders = [w.factor.order_K for w in weights]
+    left_EKN = torch.stack([w.target_NK[some].t()[order] for w, order in zip(weights, orders, strict=True)])
+    made = zip(orders, *round_columns(left_EKN, upper_EKK, torch.stack(orders), levels), strict=True)
+    found = []
+    for order, values_KN, codes_KN in made:
+        back = order.argsort()
+        found.append((values_KN[back].t().contiguous(), codes_KN[back].t().contiguous()))
+    return found
 
 
-def _error(w_NK: Tensor, q_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the squared error of x Q^T over x W^T's square, from the Gram matrix of x."""
-    h, d = gram_KK.float(), w_NK - q_NK
-    return float(((d @ h) * d).sum().double() / ((w_NK @ h) * w_NK).sum().double().clamp(min=1e-300))
+def _energy(d_NK: Tensor, gram_KK: Tensor) -> float:
+    """Return tr(d H d^T), the square of x d^T."""
+    return float(((d_NK @ gram_KK) * d_NK).sum(dtype=torch.float64))

@@ -12,44 +12,55 @@ from torch import Tensor
 from aoquant.linear.checks import cast, check_width
 from aoquant.linear.prepared import QATLinear
 
+STRIP = 2048  # rows of a Gram matrix that are added to at a time
+
 
 class InputGram:
-    """H = sum x^T x / rows (K, K) float32 and, for the asymmetric target, C = sum x'^T x / rows."""
+    """H = sum x^T x / rows (K, K) float32 and, for the asymmetric target, C - H with C = sum x'^T x / rows."""
 
     def __init__(self, k: int, device: torch.device, *, cross: bool) -> None:
         self.total_KK = torch.zeros(k, k, dtype=torch.float32, device=device)
-        self.cross_KK = torch.zeros_like(self.total_KK) if cross else None
+        self.ahead_KK = torch.zeros_like(self.total_KK) if cross else None
         self.rows = 0
 
     def add(self, x_MK: Tensor, float_MK: Tensor | None) -> None:
         """Add rows of the quantised model and the same rows of the float model."""
-        _add_product(self.total_KK, x_MK, x_MK)
-        if self.cross_KK is not None:
-            assert float_MK is not None
-            _add_product(self.cross_KK, float_MK, x_MK)
+        operand = torch.bfloat16 if x_MK.is_cuda else torch.float32
+        x = x_MK.to(operand)
+        ahead = None if self.ahead_KK is None or float_MK is None else float_MK.to(operand)
+        for start in range(0, x.shape[1], STRIP):
+            strip = slice(start, start + STRIP)
+            # what is right of the diagonal follows by symmetry
+            _add_product(self.total_KK[strip, : strip.stop], x[:, strip], x[:, : strip.stop])
+            if self.ahead_KK is not None:
+                assert ahead is not None
+                _add_product(self.ahead_KK[strip], ahead[:, strip], x)
         self.rows += len(x_MK)
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
-        """Return (H, C) of a row, or C None.
+        """Return (H, C - H) of a row, or None for the second; its own memory, so that no more rows can be added.
 
         Raises:
             ValueError: no row was seen, or one holds NaN or Inf.
         """
         if self.rows == 0:
             raise ValueError("all tokens that reached it are padding: give batches whose attention_mask has ones")
-        h_KK, c_KK = self.total_KK / self.rows, None if self.cross_KK is None else self.cross_KK / self.rows
+        h_KK = self.total_KK.div_(self.rows)
+        for start in range(0, len(h_KK), STRIP):
+            strip = slice(start, start + STRIP)
+            h_KK[: strip.start, strip] = h_KK[strip, : strip.start].mT
         if not h_KK.isfinite().all():
             raise ValueError(
                 "its input holds NaN or Inf: look for it in the batches or in the weights before the layer"
             )
-        return h_KK, c_KK
+        return h_KK, None if self.ahead_KK is None else self.ahead_KK.div_(self.rows).sub_(h_KK)
 
 
-def _add_product(total_KK: Tensor, a_MK: Tensor, b_MK: Tensor) -> None:
-    if total_KK.is_cuda:
-        total_KK += torch.mm(a_MK.bfloat16().t(), b_MK.bfloat16(), out_dtype=torch.float32)
+def _add_product(total: Tensor, a_MI: Tensor, b_MJ: Tensor) -> None:
+    if total.is_cuda:
+        total += torch.mm(a_MI.t(), b_MJ, out_dtype=torch.float32)
     else:
-        total_KK.addmm_(a_MK.float().t(), b_MK.float())
+        total.addmm_(a_MI.t(), b_MJ)
 
 
 def multiplied(layer: QATLinear, x: Tensor, mask: Tensor | None, *, rounded: bool = True) -> Tensor:

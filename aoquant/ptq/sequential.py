@@ -196,11 +196,13 @@ class _Run:
 
     def rows(self) -> list[PTQRow]:
         """Calibrate every block."""
-        found = blocks.ordered(self.model, blocks.find(self.layers, self.model), self.batches)
+        found = blocks.find(self.layers, self.model)
+        body = blocks.below_head(self.model, found, self.batches)
+        found = blocks.ordered(body, found, self.batches)
         reached = {fqn for block in found for fqn in block.layers}
         _refuse({fqn: NOT_REACHED for fqn in self.layers if fqn not in reached})
         with bar(len(found), "gptq", "block") as advance:
-            for visit in blocks.walk(self.model, found, self.batches, twins=self.config.asymmetric):
+            for visit in blocks.walk(body, found, self.batches, twins=self.config.asymmetric):
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
@@ -234,7 +236,7 @@ class _Run:
             return
         gram = self._gram(visit, members[0], first)
         try:
-            h_KK, c_KK = gram.mean()
+            h_KK, ahead_KK = gram.mean()
             factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
         except ValueError as error:
             raise ValueError(f"{members[0]}: {error}. The model is unchanged") from None
@@ -253,10 +255,10 @@ class _Run:
             scales, dtype = layer.held_scales("weight"), layer.weight.dtype
             matrix = None if scales is None else scales.transform
             w_NK = operand.transformed(layer.matrix().detach(), matrix).float()
-            target = w_NK if c_KK is None else gptq.towards_float(w_NK, h_KK, c_KK, factor.damping)
+            target = w_NK if ahead_KK is None else gptq.towards_float(w_NK, ahead_KK, factor)
             values_in = dtype if operand.transform is None else torch.float32
-            e = layer.encode_weight()
-            chosen = gptq.choose_codes(target, e, operand.format, values_in, h_KK, factor)
+            weight = gptq.Weight(target, layer.encode_weight(), h_KK, factor)
+            (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
             row = PTQRow(fqn, operand.name, gram.rows, chosen.error, chosen.nearest, factor.damping, "; ".join(notes))
             self._place(fqn, chosen.encoded, row)
 

@@ -1,0 +1,147 @@
+"""The parts of GPTQ: factors, Gram matrices, the loop over columns, and the calls of blocks that are not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import llama
+from torch import Tensor, nn
+
+from aoquant.formats import get_format
+from aoquant.formats.columns import Levels
+from aoquant.ops import columns
+from aoquant.ptq import blocks, gptq, gram
+
+
+def gram_of(k: int, rows: int = 400) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(rows, k, generator=generator) @ torch.randn(k, k, generator=generator)
+    return x, x.mT @ x / rows
+
+
+@pytest.mark.parametrize("k", [1, 24, 100])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_factor_by_halves_is_that_of_the_inverse(k: int, act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U^T U is the inverse of the damped matrix in the order of rounding, and `solve` multiplies by it."""
+    monkeypatch.setattr(gptq, "LEAF", 8)
+    monkeypatch.setattr(gptq, "STRIP", 7)
+    _, h = gram_of(k)
+    f = gptq.factor(h, 0.01, act_order)
+    damped = h.double()
+    damped.diagonal().add_(0.01 * damped.diagonal().mean())
+    inverse = torch.linalg.inv(damped)
+    assert torch.equal(f.upper_KK, f.upper_KK.triu())
+    assert torch.allclose((f.upper_KK.mT @ f.upper_KK).double(), inverse[f.order_K][:, f.order_K], rtol=1e-4, atol=1e-7)
+    m = torch.randn(5, k, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(f.solve(m), m @ inverse, rtol=1e-9, atol=1e-9)
+    assert (f.order_K.diff() == 1).all() if not act_order else (h.diagonal()[f.order_K].diff() <= 0).all()
+
+
+def test_a_matrix_without_a_factor_takes_more_damping_or_is_refused() -> None:
+    """A column that was always zero is no obstacle; a negative eigenvalue takes more damping, or is an error."""
+    h = torch.eye(40)
+    h[3, 3] = 0.0
+    assert gptq.factor(h, 0.01, True).damping == 0.01
+    h[5, 5] = -0.5
+    assert gptq.factor(h, 0.01, True).damping == 1.0
+    h[5, 5] = -2.0
+    with pytest.raises(ValueError, match="not positive definite"):
+        gptq.factor(h, 0.01, True)
+
+
+def test_strips_add_up_to_the_gram_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram, "STRIP", 24)
+    x, _ = gram_of(100)
+    ahead = x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    total = gram.InputGram(100, x.device, cross=True)
+    for some, others in zip(x.split(150), ahead.split(150), strict=True):
+        total.add(some, others)
+    h, d = total.mean()
+    wanted, cross = x.double().mT @ x.double() / len(x), ahead.double().mT @ x.double() / len(x)
+    assert d is not None and torch.equal(h, h.mT)
+    for got, right in ((h, wanted), (d, cross - wanted)):
+        assert float((got - right).norm() / wanted.norm()) < 1e-6
+
+
+def test_weights_that_are_rounded_together_have_the_codes_of_each_alone() -> None:
+    """A stack of weights with Gram matrices of their own, cut by rows and at once."""
+    f = get_format("int4-g32")
+    weights = []
+    for seed in range(3):
+        w = torch.randn(24, 160, generator=torch.Generator().manual_seed(seed))
+        h = gram_of(160 + seed)[1][:160, :160].contiguous()
+        weights.append(gptq.Weight(w, f.encode(w), h, gptq.factor(h, 0.01, True)))
+    alone = [gptq.choose_codes([w], f, torch.float32)[0] for w in weights]
+    together = gptq.choose_codes(weights, f, torch.float32)
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a.encoded.codes, b.encoded.codes) and a.error < 0.9 * a.nearest
+        assert a.error == pytest.approx(b.error)
+
+
+def test_the_loop_moves_errors_as_its_formula_says() -> None:
+    f = get_format("intx3-g32")
+    w = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    levels = Levels.of(f, f.encode(w), torch.float32)
+    upper = torch.triu(torch.rand(64, 64, generator=torch.Generator().manual_seed(1))) / 8 + torch.eye(64)
+    order = torch.arange(64).flip(0)
+    left = w.t()[order].contiguous()
+    values, _, errors = columns.round_block(left.clone()[None], upper[None], order[None], levels)
+    moved = left.double()
+    for i in range(64):
+        assert torch.allclose(values[0, i], levels.nearest(moved[i].float(), 63 - i)[0])
+        error = (moved[i] - values[0, i].double()) / upper[i, i].double()
+        assert torch.allclose(errors[0, i].double(), error, atol=1e-5)
+        moved[i + 1 :] -= upper[i, i + 1 :, None].double() * error
+
+
+def test_calls_of_blocks_are_found_without_running_them() -> None:
+    """The arguments are those of a whole forward, and nothing but the first block's input is kept."""
+    torch.manual_seed(0)
+    model: Any = llama(num_hidden_layers=3)
+    batches = [{"input_ids": torch.randint(64, (2, 8)), "attention_mask": torch.tensor([[1] * 8, [0] * 3 + [1] * 5])}]
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers" in n}
+    found = blocks.find(layers, model)
+    body = blocks.below_head(model, found, batches)
+    assert body is model.model and blocks.below_head(model, found, [{"labels": 0}]) is model
+    with torch.no_grad():
+        chain = blocks.ordered(body, found, batches)
+        assert [b.chained for b in chain] == [False, True, True]
+        wanted = blocks._calls(body, chain, batches)
+        ran = []
+        handle = model.model.layers[0].mlp.register_forward_hook(lambda *a: ran.append(1))
+        got = blocks._captured(body, chain, batches)
+        handle.remove()
+    assert not ran and "forward" not in vars(model.model.layers[0])
+    for fqn, calls in wanted.items():
+        assert blocks._alike(calls[0], got[fqn][0])
+
+
+def test_blocks_whose_arguments_follow_from_outputs_are_run() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.linear(x) * scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, x.norm())
+            return x
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 8)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    with torch.no_grad():
+        chain = blocks.ordered(model, blocks.find(layers, model), [x])
+        got = blocks._captured(model, chain, [x])
+        wanted = model.layers[0](x, x.norm()).norm()
+    assert torch.equal(got["layers.1"][0].args[1], wanted)
