@@ -3,10 +3,13 @@
     compressed-tensors  kv_cache_scheme; self_attn.k_scale, v_scale, q_scale     fp8, for the tensor or each head
     modelopt            kv_cache_quant_algo; self_attn.k_proj.k_scale, v_proj.v_scale; self_attn.q_scale
                                                                                  fp8 and nvfp4, for the tensor
-    a flag alone        --kv-cache-dtype of vLLM, -ctk and -ctv of llama.cpp     formats that make scales at run time
+    a flag alone        --kv-cache-dtype of vLLM, -ctk and -ctv of llama.cpp     formats that make scales at run time;
+                                                                                 fp8 of latent attention, scale 1.0
 
-Engines quantise the cache of every layer alike, so one config for all of them is required. Source: vLLM 0.33
-`maybe_remap_kv_scale_name`, `kv_cache.py`; modelopt's `unified_export_hf.py`; SGLang `fp4_kv_cache_quant_method.py`.
+Engines quantise the cache of every layer alike, so one config for all of them is required. vLLM 0.33 renames the scales
+of latent attention to names that it does not have, and computes with 1.0. With a scale for each head it wants a q_scale
+for each query head. Source: vLLM `maybe_remap_kv_scale_name`, `get_cache_scale_mapper`, `kv_cache.py`; modelopt's
+`unified_export_hf.py`; SGLang `fp4_kv_cache_quant_method.py`.
 """
 
 from __future__ import annotations
@@ -79,11 +82,17 @@ def scheme_of(modules: Mapping[str, nn.Module], target: str) -> KVCacheConfig | 
         raise ValueError(
             f"{first}: modelopt has one scale for a cache, and this one has a scale for each head: train per='tensor'"
         )
-    flag = f"-ctk {k} -ctv {v}" if target == "gguf" else f"--kv-cache-dtype {_VLLM[k]}" if k in _VLLM else ""
+    latent = next((fqn for fqn, m in caches.items() if hook.is_latent(m)), None)
+    if latent is not None and target != "gguf" and not all(bool((t == 1).all()) for t in scales):
+        raise ValueError(
+            f"{latent}: vLLM loads no scales of latent attention and computes with 1.0: train KVCacheConfig({k!r}, scale=1.0)"
+        )
+    serve = _VLLM | ({"fp8": "fp8"} if latent is not None and target == "compressed-tensors" else {})
+    flag = f"-ctk {k} -ctv {v}" if target == "gguf" else f"--kv-cache-dtype {serve[k]}" if k in serve else ""
     if flag:
         _warn(f"the files cannot say that the KV cache is {k}: serve them with {flag}")
         return None
-    if k == "fp8" and config.query is None:
+    if k == "fp8" and config.query is None and latent is None:
         _warn(
             "vLLM casts queries to fp8 beside an fp8 KV cache on NVIDIA GPUs, which training did not: train query='fp8'"
         )
@@ -105,7 +114,10 @@ def weights_of(modules: Mapping[str, nn.Module], stored: Mapping[str, Weight], t
             if of and not hasattr(module, of[1:]):
                 of = ""
             own = f"{place}{of}.{name}"
-            found[own] = Weight(own, "Tensor", _reader(module.get_buffer(name).detach().float().cpu()))
+            scale = module.get_buffer(name).detach().float().cpu()
+            if name == "q_scale" and module.kv_quant.config.per == "head":  # vLLM takes the largest of each group
+                scale = scale.expand(module.config.num_attention_heads, 1, 1).contiguous()
+            found[own] = Weight(own, "Tensor", _reader(scale))
     return found
 
 
@@ -134,7 +146,10 @@ def attach_scheme(model: nn.Module, scheme: Any, scales: Mapping[str, Tensor]) -
     kind = (scheme.num_bits, scheme.type, scheme.symmetric, bool(scheme.dynamic))
     if kind != (8, "float", True, False) or scheme.strategy not in ("tensor", "attn_head"):
         return f"{scheme.num_bits}-bit {scheme.type}, strategy {scheme.strategy}"
-    query = "fp8" if any(name.endswith(".q_scale") for name in scales) else None
+    queries = [t for name, t in scales.items() if name.endswith(".q_scale")]
+    if any(bool((t != t.flatten()[0]).any()) for t in queries):
+        return "its queries have a scale for each head"
+    query = "fp8" if queries else None
     config = KVCacheConfig("fp8", "amax", per="head" if scheme.strategy == "attn_head" else "tensor", query=query)
     modules = {fqn: m for fqn, m in hook.attentions(model).items() if not hook.shares(m)}
     for fqn, module in modules.items():
@@ -145,6 +160,8 @@ def attach_scheme(model: nn.Module, scheme: Any, scales: Mapping[str, Tensor]) -
         for name in (n for n in hook.SCALES if n in module._buffers):
             empty = module.get_buffer(name)
             given = scales.get(f"{fqn}.{name}")
+            if name == "q_scale" and given is not None:  # of every head the same
+                given = given.flatten()[:1]
             if given is not None and given.numel() != empty.numel():
                 raise ValueError(f"{fqn}.{name} holds {given.numel()} scales, and the model wants {empty.numel()}")
             values = empty.new_ones(empty.shape, device="cpu") if given is None else given.float().view(empty.shape)

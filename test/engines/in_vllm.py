@@ -3,11 +3,11 @@
     python in_vllm.py FOLDER REQUEST
 
 REQUEST is a file of torch.save with `layers` {name of Hugging Face: (input, output)}, `ids` (windows, tokens), and
-where wanted `experts` {name in files: (input, experts of each token, their weights, output)}, `task`, a folder with
-lm-eval's task, its `window` and `limit`; `tensor_parallel`; `expert_parallel`; `lora`, a peft folder, with which next
-tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything
-is measured. Written to REQUEST.found: the outputs of every fused layer and of experts, log-probabilities, perplexity,
-and whether aoquant was imported.
+where wanted `experts` {name in files: (input, experts of each token, their weights, output)}, `task`, a folder with lm-
+eval's task, its `window` and `limit`; `kv`, ids whose keys and values are asked for; `tensor_parallel`;
+`expert_parallel`; `lora`, a peft folder, with which next tokens are asked; `sync` {"model", "recipe", "weights"}, a
+prepared model that the engine has to follow before anything is measured. Written to REQUEST.found: the outputs of every
+fused layer and of experts, log-probabilities, perplexity, and whether aoquant was imported.
 """
 
 from __future__ import annotations
@@ -68,6 +68,34 @@ def experts_outputs(model: torch.nn.Module, experts: dict[str, Any]) -> dict[str
         kinds = type(layer.w13_weight).__name__, type(layer.w2_weight).__name__
         found[name] = {"got": got, "expected": y, "weights": kinds, "method": type(layer.quant_method).__name__}
     return found
+
+
+def kv_scales(model: torch.nn.Module) -> dict[str, Any]:
+    """By attention module of Hugging Face: the cache's dtype and the scales of keys, values and queries."""
+    return {
+        name.removesuffix(".attn"): (m.kv_cache_dtype, m._k_scale, m._v_scale, m._q_scale)
+        for name, m in model.named_modules()
+        if hasattr(m, "kv_cache_dtype") and hasattr(m, "_k_scale")
+    }
+
+
+def kv_bytes(llm: Any, ids: torch.Tensor) -> list[Any]:
+    """What each layer hands to its cache for one window, (tokens, heads, head_dim), and the bytes that are stored."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    written, original = [], cpu_attn.ops.cpu_attn_reshape_and_cache
+
+    def watched(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, isa: str, **options: Any) -> None:
+        original(k, v, k_cache, v_cache, slots, isa, **options)
+        heads, size, d = k_cache.shape[1:]
+        columns = k_cache.view(-1, heads, d, size).transpose(2, 3)  # keys are stored with tokens innermost
+        stored = [cache[slots // size, :, slots % size].clone() for cache in (columns, v_cache)]
+        written.append((k.clone(), v.clone(), *stored, options["k_scale"], options["v_scale"]))
+
+    cpu_attn.ops.cpu_attn_reshape_and_cache = watched
+    log_probabilities(llm, ids[:1])
+    cpu_attn.ops.cpu_attn_reshape_and_cache = original
+    return written
 
 
 def log_probabilities(llm: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -154,6 +182,9 @@ def main(folder: str, request: Path) -> None:
     layers = asked["layers"]
     found["layers"] = llm.apply_model(functools.partial(outputs, layers=layers))
     found["experts"] = llm.apply_model(functools.partial(experts_outputs, experts=asked.get("experts", {})))
+    if "kv" in asked:
+        (found["kv_scales"],) = llm.apply_model(kv_scales)
+        found["kv_bytes"] = kv_bytes(llm, asked["kv"])
     if lora is not None:  # scores of a prompt's tokens fail with adapters on vLLM's CPU
         found["adapted"], found["base"] = (likeliest(llm, asked["ids"], which) for which in (lora, None))
     elif "ids" in asked:

@@ -1,17 +1,19 @@
 """Exported KV caches: scales under engines' names, the flags that files cannot hold, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from torchao.quantization import FqnToConfig
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import aoquant
-from aoquant import AoquantWarning, KVCacheConfig, QATConfig, calibrate, quantize_
+from aoquant import AoquantWarning, KVCacheConfig, PackedWeightConfig, QATConfig, calibrate, quantize_
 
 IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -37,6 +39,11 @@ def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config, {name: t for name, t in tensors.items() if name[-7:] in ("k_scale", "v_scale", "q_scale")}
 
 
+def held(name: str) -> str:
+    """The parameter of vLLM's model that a scale belongs to."""
+    return f"{name.partition('.self_attn.')[0]}.self_attn.attn.{name.rpartition('.')[2]}"
+
+
 @pytest.mark.parametrize("per", ["tensor", "head"])
 def test_compressed_tensors(per: str, tmp_path: Path) -> None:
     made = converted(per=per, query="fp8")
@@ -47,7 +54,10 @@ def test_compressed_tensors(per: str, tmp_path: Path) -> None:
     assert scheme.strategy == ("attn_head" if per == "head" else "tensor")
     assert len(scales) == 6
     for name, scale in scales.items():
-        assert torch.equal(scale, made.get_buffer(name)), name
+        assert torch.equal(scale, made.get_buffer(name).expand_as(scale)), name
+        assert re.sub(r"(?<!\.attn)\.([qkv])_scale$", r".attn.\1_scale", name) == held(name)  # as vLLM renames it
+        wanted = {"q_scale": 4, "k_scale": 2, "v_scale": 2} if per == "head" else {}  # vLLM's loader views them so
+        assert scale.numel() == wanted.get(name.rpartition(".")[2], 1), name
     again = aoquant.load_pretrained(tmp_path / "out")
     assert torch.equal(again(IDS).logits, made(IDS).logits)
     assert again(IDS).cache.layers[0].keys.dtype == torch.uint8
@@ -61,6 +71,9 @@ def test_modelopt(tmp_path: Path) -> None:
     own = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert own["quantization"]["kv_cache_quant_algo"] == "FP8"
     attention = made.model.layers[1].self_attn
+    for name in scales:
+        of_projection = re.sub(r"\.self_attn\.[kv]_proj\.([kv])_scale$", r".self_attn.attn.\1_scale", name)
+        assert re.sub(r"(?<!\.attn)\.([qkv])_scale$", r".attn.\1_scale", of_projection) == held(name)
     assert torch.equal(scales["model.layers.1.self_attn.k_proj.k_scale"], attention.k_scale)
     assert torch.equal(scales["model.layers.1.self_attn.v_proj.v_scale"], attention.v_scale)
     assert torch.equal(scales["model.layers.1.self_attn.q_scale"], attention.q_scale)
@@ -90,6 +103,49 @@ def test_refusals(config: dict[str, Any], target: str, match: str, tmp_path: Pat
     with pytest.raises(ValueError, match=match):
         aoquant.export(converted(base, **config), tmp_path / "out", format=target)
     assert not (tmp_path / "out").exists()
+
+
+def latent(scale: float) -> Any:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=16, v_head_dim=16,
+        moe_intermediate_size=32, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=0,
+    )  # fmt: skip
+    made = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    quantize_(
+        made,
+        FqnToConfig(
+            {
+                r"re:.*self_attn": KVCacheConfig("fp8", scale),
+                r"re:.*mlp\..*": PackedWeightConfig("fp8-row", "fp8-row-vllm"),
+            }
+        ),
+    )
+    return made
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "modelopt"])
+def test_latent_attention_is_exported_without_scales_alone(target: str, tmp_path: Path) -> None:
+    """vLLM drops the scales of latent attention, under any name."""
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*vLLM loads no scales"):
+        aoquant.export(latent(0.5), tmp_path / "out", format=target)
+    if target == "compressed-tensors":
+        with pytest.warns(AoquantWarning, match="--kv-cache-dtype fp8"):
+            aoquant.export(latent(1.0), tmp_path / "out")
+        config, scales = written(tmp_path / "out")
+        assert not scales and config.get("kv_cache_scheme") is None
+
+
+def test_a_scale_for_each_query_head_is_said_not_to_be_computed(tmp_path: Path) -> None:
+    aoquant.export(converted(per="head", query="fp8"), tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_scale"][1] *= 2
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.warns(AoquantWarning, match="queries have a scale for each head"):
+        again = aoquant.load_pretrained(tmp_path / "out", verify_checksums=False)
+    assert again(IDS).cache.layers[0].keys.dtype == torch.bfloat16
 
 
 def test_caches_that_differ_are_refused(tmp_path: Path) -> None:
