@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import QuantizedLayer
+from transformers.cache_utils import QuantoQuantizedLayer
 
 import aoquant
 from aoquant import AoquantWarning, KVCacheConfig, QATConfig, calibrate, quantize_
@@ -315,12 +315,12 @@ def test_refusals() -> None:
 
 
 def test_transformers_quantised_cache_is_refused() -> None:
-    class Cache:  # the layers' base class: those below it need other packages
-        layers = [QuantizedLayer.__new__(QuantizedLayer)]
+    class Cache:  # of layers that need no other package to be made so
+        layers = [QuantoQuantizedLayer.__new__(QuantoQuantizedLayer)]
 
     passing = hook.Passing(prepared().model.layers[0].self_attn, Cache())
     x = torch.zeros(1, 2, 1, 32)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*QuantizedLayer quantises"):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*QuantoQuantizedLayer quantises"):
         passing.update(x, x, 0)
 
 
