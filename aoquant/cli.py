@@ -158,14 +158,14 @@ def convert(
     device: str = "cpu",
     dtype: str = "auto",
     verify: int = 4,
-    ptq: Literal["nearest", "gptq"] = "nearest",
+    ptq: str = "nearest",
     calibrate: Path | None = None,
     samples: int = 128,
     length: int = 2048,
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
 
-    With --ptq gptq the model is loaded whole, and codes are chosen on a file of text.
+    With --ptq METHOD the model is loaded whole, and calibrated on a file of text.
 
     The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
     aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
@@ -186,9 +186,10 @@ def convert(
         device: where layers are quantised.
         dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
         verify: how many layers to read back and compare, bit for bit.
-        ptq: nearest rounds each weight; gptq chooses codes on calibration text.
-        calibrate: a file of text (.txt, .jsonl, .xz) for gptq.
-        samples: sequences of text that gptq sees.
+        ptq: nearest rounds each weight. gptq, awq, smoothquant, clip, r1 and r2, or several joined by +, such as
+            r1+r2+gptq, calibrate on text.
+        calibrate: a file of text (.txt, .jsonl, .xz) for --ptq.
+        samples: sequences of text that it sees.
         length: tokens of each, at most the model's positions.
     """
     from aoquant.recipes import mixed
@@ -201,7 +202,7 @@ def convert(
         all_layers = with_embeddings(model_on_meta(model, dtype), embeddings_recipe or recipe, layers, skip)
         config = mixed(recipe, all_layers, skip)
     if (ptq == "nearest") != (calibrate is None):
-        raise ValueError(f"--calibrate FILE belongs to --ptq gptq, and gptq needs it, got {ptq} and {calibrate}")
+        raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
     if calibrate is not None:
         from aoquant.integrations.calibrated import convert_calibrated
         from aoquant.ptq.calibrate_config import CalibrateConfig

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import logging
 import warnings
@@ -42,6 +43,7 @@ from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
 from aoquant.recipes import trained
+from aoquant.targets import CALIBRATED
 from aoquant.targets.kernels import why_not_run
 
 _log = logging.getLogger("aoquant.quantize")
@@ -61,7 +63,9 @@ def quantize_(
 
     config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of
         either, whose keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe
-        (`list_recipes`) is a PTQ config. A `KVCacheConfig` is for attention modules and goes by their names.
+        (`list_recipes`) is a PTQ config. torchao's GPTQConfig, AWQConfig and SmoothQuantConfig take two steps, and the
+        model is run on calibration data between them. A `KVCacheConfig` is for attention modules and goes by their
+        names.
     filter_fn: (module, fully qualified name) -> bool; by default every linear layer but those in output heads and in
         routers of experts, and no nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
@@ -93,6 +97,10 @@ def quantize_(
         raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
     if filter_fn is not None:
         _check_filter(filter_fn)
+    if type(config).__name__ in CALIBRATED and type(config).__module__.startswith("torchao."):
+        torchaos = importlib.import_module("aoquant.ptq.torchao_steps")  # which imports this file
+        torchaos.take_step(model, config, filter_fn, device, skip_incompatible)
+        return
     fsdp.reshard(model)
     cached = caches.plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     if cached.layers is None and config is not None:

@@ -1,19 +1,23 @@
-"""What calibrated PTQ is worth: KL to the float model, of rounding to the nearest, of GPTQ and its asymmetric target.
+"""Measure what calibrated PTQ is worth: KL to the float model, of rounding to the nearest and of other methods.
 
     python benchmarks/calibrated_ptq.py --calibrate train.jsonl --score test.jsonl [--formats int4-g128 nvfp4 ...]
+    python benchmarks/calibrated_ptq.py ... --methods nearest awq clip r1+r2 gptq r1+r2+gptq --out FILE.csv
 
 With `--mixed BITS` the formats are candidates of one plan, which `choose_formats` makes on the first 16 blocks.
 
-A format is a weight format, "W" or "W/A" with a format of activations. Each is calibrated on `--samples` blocks of
+A method is one of `CalibrateConfig`'s, whose "gptq" has the asymmetric target; "symmetric" is GPTQ as published. A
+format is a weight format, "W" or "W/A" with a format of activations. Each is calibrated on `--samples` blocks of
 `--length` tokens of one file, and scored on `--score-samples` blocks of the other: KL in thousandths of a nat a token,
-its ratio to rounding's, and perplexity. The model is eval/assets, or a folder. A line a row of JSON goes to `--out`.
+its ratio to rounding's, and perplexity. The model is eval/assets, or a folder. A row of CSV goes to `--out`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
+import datetime
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,21 @@ from aoquant import CalibrateConfig, PackedWeightConfig, choose_formats, quantiz
 from aoquant.integrations.text import assets, load_documents, token_blocks
 
 FORMATS = ("int4-g128", "int4-g32", "nvfp4-row", "gridflip-search-row", "mxfp4")
-METHODS = ("nearest", "gptq", "asymmetric")
+METHODS = ("nearest", "symmetric", "gptq")
+COLUMNS = [
+    "date",
+    "device",
+    "torch",
+    "model",
+    "dtype",
+    "format",
+    "method",
+    "kl",
+    "of_nearest",
+    "perplexity",
+    "seconds",
+    "command",
+]
 
 
 class Scored:
@@ -64,7 +82,7 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--score", type=Path, required=True)
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--mixed", type=float, default=None)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--score-samples", type=int, default=32)
@@ -87,6 +105,9 @@ def main() -> None:
     batches = [{"input_ids": ids} for ids in blocks(options.calibrate, options.samples).split(options.batch)]
     scored = Scored(load(), blocks(options.score, options.score_samples))
     print("| format | method | KL, 1e-3 nats | of nearest's | perplexity | seconds |\n|---|---|---|---|---|---|")
+    device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
+    where = (datetime.date.today().isoformat(), device, torch.__version__, folder.name, options.dtype)
+    command = " ".join(["python benchmarks/calibrated_ptq.py", *(Path(a).name for a in sys.argv[1:])])
     plans: dict[str, Any] = {name: _config(name) for name in options.formats}
     if options.mixed is not None:
         candidates = list(plans.values())
@@ -100,16 +121,20 @@ def main() -> None:
             if method == "nearest":
                 quantize_(model, config)
             else:
-                asked = CalibrateConfig(config, asymmetric=method == "asymmetric")
+                published = method == "symmetric"
+                asked = CalibrateConfig(config, "gptq" if published else method, asymmetric=not published)
                 aoquant.calibrate_ptq(model, batches, asked)
             seconds = time.perf_counter() - start
             kl, perplexity = scored(model)
             base = kl if method == "nearest" else base
             print(f"| {name} | {method} | {kl:.1f} | {kl / base:.2f} | {perplexity:.2f} | {seconds:.1f} |", flush=True)
             if options.out is not None:
-                row = {"format": name, "method": method, "kl": kl, "perplexity": perplexity, "seconds": seconds}
-                with options.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                new = not options.out.exists()
+                with options.out.open("a", newline="") as file:
+                    if new:
+                        csv.writer(file).writerow(COLUMNS)
+                    numbers = (f"{kl:.2f}", f"{kl / base:.3f}", f"{perplexity:.2f}", f"{seconds:.1f}")
+                    csv.writer(file).writerow([*where, name, method, *numbers, command])
 
 
 if __name__ == "__main__":

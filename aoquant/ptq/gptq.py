@@ -181,3 +181,8 @@ def _rounded(
 def _energy(d_NK: Tensor, gram_KK: Tensor) -> float:
     """Return tr(d H d^T), the square of x d^T."""
     return float(((d_NK @ gram_KK) * d_NK).sum(dtype=torch.float64))
+
+
+def missed(target_NK: Tensor, q_NK: Tensor, gram_KK: Tensor) -> float:
+    """Return the squared error of x Q^T over the square of x W^T, from the Gram matrix of x."""
+    return _energy(target_NK - q_NK, gram_KK) / max(_energy(target_NK, gram_KK), 1e-300)

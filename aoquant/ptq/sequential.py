@@ -1,8 +1,9 @@
-"""`calibrate_ptq`: prepare a model, visit its blocks in order, and give each layer the codes that GPTQ chooses.
+"""`calibrate_ptq`: prepare a model, visit its blocks in order, and give each layer its codes.
 
 The layers are prepared, so that recipes, scales, refusals and fitted transforms are those of QAT. They compute in high
 precision until their turn comes. Then a layer gets its codes, packed or as a prepared layer under held scales, and what
-follows sees its deployed output. Layers that share an input, such as q, k and v, share a Gram matrix.
+follows sees its deployed output. Layers that share an input, such as q, k and v, share a Gram matrix. Rotations and
+scales of input channels are folded into the float model first, which does not change what it computes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from aoquant.planning.plan import plan, plan_layer, prepare_target
 from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
-from aoquant.ptq import blocks, gptq, resume
+from aoquant.ptq import blocks, clip, fold, gptq, links, resume, rotate
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import InputGram, multiplied
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
@@ -57,19 +58,21 @@ def calibrate_ptq(
 
     batches: each a tensor, positional arguments (tuple, list) or keyword arguments (dict). Tokens whose attention_mask
         is 0 do not count.
-    config: a `CalibrateConfig`, or torchao's GPTQConfig. Where step is "prepare", its recipe may be a QATConfig.
+    config: a `CalibrateConfig`, or torchao's GPTQConfig, AWQConfig or SmoothQuantConfig. Where step is "prepare", its
+        recipe may be a QATConfig.
     step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on from these
         codes under held scales, as `unpack_` does; convert without training gives the codes back.
         Stacked experts are rounded to the nearest, which a warning says.
     checkpoint: a folder that gets the codes of each finished block. The same call with it goes on where an earlier one
         stopped, and makes the same codes.
-    filter_fn, skip_incompatible: as `quantize_` has them.
+    filter_fn, skip_incompatible: as `quantize_` has them. With the latter, layers whose scales cannot be folded are
+        quantised without them, and the report says so.
 
     Raises:
         ValueError: naming each layer that cannot take its config, that no batch reaches, whose input holds NaN or Inf
             or is padding alone, whose scales cannot be held where step is "prepare", or whose weight is tied or
-            sharded; or there are no batches; or checkpoint is of another model, config or data. The model is unchanged
-            then.
+            sharded, or the modules that its method's scales or rotations cannot be folded into; or there are no
+            batches; or checkpoint is of another model, config or data. The model is unchanged then.
 
     Example:
 
@@ -81,13 +84,26 @@ def calibrate_ptq(
     given, asked = listed_batches(batches), CalibrateConfig.of(config)
     store = None if checkpoint is None else resume.Blocks(Path(checkpoint), resume.key_of(model, given, asked))
     try:
-        with restoring(list(model.modules())), undisturbed(model), blocks.without_cache(model):
+        with (
+            restoring(list(model.modules())),
+            rotate.ties_restored(model),
+            undisturbed(model),
+            blocks.without_cache(model),
+        ):
+            found = links.find(model, given[0]) if asked.folds or asked.rotates else None
+            if found is not None and asked.rotates:
+                with links.unchanged(model, given[0], "a rotation"):
+                    rotate.rotate(model, found, stream="r1" in asked.steps, heads="r2" in asked.steps)
             cached = caches.plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
             if cached.layers is None:
                 raise ValueError("calibrate_ptq: the recipe is for KV caches alone: use aoquant.calibrate")
             layers = _prepared(model, cached.layers, filter_fn, step, skip_incompatible)
+            gains, left = dict[str, float](), dict[str, str]()
+            if found is not None and asked.folds:
+                with links.unchanged(model, given[0], asked.method):
+                    gains, left = fold.fold(model, layers, found, given, asked, skip=skip_incompatible)
             kv_caches = cached.prepare(model)
-            if uncalibrated(model):
+            if uncalibrated(model) or any(m.prepared.recipe.holds for m in layers.values() if gains):
                 calibrate(model, given)
             for cache in kv_caches:
                 cache.fake_quant = False
@@ -99,7 +115,13 @@ def calibrate_ptq(
     if step == "prepare":
         replaced.record(model)
         direct_reads.watch(model, list(layers.values()))
-    return PTQReport(rows)
+    return PTQReport([_behind_fold(row, gains, left) for row in rows])
+
+
+def _behind_fold(row: PTQRow, gains: Mapping[str, float], left: Mapping[str, str]) -> PTQRow:
+    """Return a row whose `nearest` is that of the weight before its input channels were scaled."""
+    nearest = row.nearest / max(gains.get(row.layer, 1.0), 1e-300)
+    return dataclasses.replace(row, nearest=nearest, note="; ".join(filter(None, (row.note, left.get(row.layer)))))
 
 
 def listed_batches(batches: Any) -> list[Any]:
@@ -200,9 +222,9 @@ class _Run:
         body = blocks.below_head(self.model, found, self.batches)
         found = blocks.ordered(body, found, self.batches)
         reached = {fqn for block in found for fqn in block.layers}
-        _refuse({fqn: NOT_REACHED for fqn in self.layers if fqn not in reached})
-        with bar(len(found), "gptq", "block") as advance:
-            for visit in blocks.walk(body, found, self.batches, twins=self.config.asymmetric):
+        links.refuse({fqn: NOT_REACHED for fqn in self.layers if fqn not in reached})
+        with bar(len(found), self.config.method, "block") as advance:
+            for visit in blocks.walk(body, found, self.batches, twins=self.config.towards_float):
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
@@ -217,7 +239,7 @@ class _Run:
             return [self.done[fqn][1] for fqn in fqns]
         groups = blocks.groups(visit)
         reached = {fqn for group in groups for fqn in group}
-        _refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
+        links.refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
         for group in groups:
             for members in _alike({fqn: self.layers[fqn] for fqn in group}):
                 self._group(visit, members)
@@ -237,13 +259,14 @@ class _Run:
         gram = self._gram(visit, members[0], first)
         try:
             h_KK, ahead_KK = gram.mean()
-            factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
+            chooses, clips = "gptq" in self.config.steps, "clip" in self.config.steps
+            factor = gptq.factor(h_KK, self.config.damping, self.config.act_order) if chooses else None
         except ValueError as error:
             raise ValueError(f"{members[0]}: {error}. The model is unchanged") from None
         notes = []
-        if factor.damping > self.config.damping:
+        if factor is not None and factor.damping > self.config.damping:
             notes.append(f"needed damping {factor.damping:g}")
-        if gram.rows < len(h_KK):
+        if gram.rows < len(h_KK) and (chooses or clips):
             notes.append(f"saw {gram.rows} tokens for K = {len(h_KK)}")
             warnings.warn(
                 f"{members[0]}: {gram.rows} tokens for K = {len(h_KK)} inputs choose its codes: give at least K tokens, better 16 K",
@@ -254,13 +277,29 @@ class _Run:
             layer = self.layers[fqn]
             scales, dtype = layer.held_scales("weight"), layer.weight.dtype
             matrix = None if scales is None else scales.transform
-            w_NK = operand.transformed(layer.matrix().detach(), matrix).float()
-            target = w_NK if ahead_KK is None else gptq.towards_float(w_NK, ahead_KK, factor)
+            encoded_NK = operand.transformed(layer.matrix().detach(), matrix)
+            target_NK = encoded_NK.float()
             values_in = dtype if operand.transform is None else torch.float32
-            weight = gptq.Weight(target, layer.encode_weight(), h_KK, factor)
-            (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
-            row = PTQRow(fqn, operand.name, gram.rows, chosen.error, chosen.nearest, factor.damping, "; ".join(notes))
-            self._place(fqn, chosen.encoded, row)
+            e = rounded = layer.encode_weight()
+            if clips:
+                try:
+                    e = clip.encode(operand.format, encoded_NK, scales, h_KK)
+                except ValueError as problem:
+                    raise ValueError(f"{fqn}: {problem}. Leave out clip. The model is unchanged") from None
+            lost = nearest = None
+            if factor is not None:
+                if ahead_KK is not None:
+                    target_NK = gptq.towards_float(target_NK, ahead_KK, factor)
+                weight = gptq.Weight(target_NK, e, h_KK, factor)
+                (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
+                e, lost, nearest = chosen.encoded, chosen.error, None if clips else chosen.nearest
+            if lost is None:
+                lost = gptq.missed(target_NK, operand.decode(e, values_in).float(), h_KK)
+            if nearest is None:
+                nearest = gptq.missed(target_NK, operand.decode(rounded, values_in).float(), h_KK)
+            damping = 0.0 if factor is None else factor.damping
+            row = PTQRow(fqn, operand.name, gram.rows, lost, nearest, damping, "; ".join(notes))
+            self._place(fqn, None if e is rounded else e, row)
 
     def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> InputGram:
         """Return the Gram matrices of a layer's input."""
@@ -314,10 +353,3 @@ def _alike(layers: dict[str, QATLinear]) -> list[list[str]]:
         own: Any = fqn if recipe.fitted or recipe.input_scales != "dynamic" else None
         found.setdefault((recipe.fprop_input, recipe.fprop_weight.name, own), []).append(fqn)
     return list(found.values())
-
-
-def _refuse(problems: dict[str, str]) -> None:
-    """Raise ValueError with the problem of each layer that has one."""
-    if problems:
-        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
-        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{shown}")

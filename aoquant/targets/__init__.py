@@ -16,10 +16,10 @@ from typing import Any
 from aoquant.config import WeightConfig
 
 from . import fake, torchao_floats, torchao_int4, torchao_integers
-from .refused import REASONS
+from .refused import CALIBRATED, REASONS
 from .target import Fields, Target, packed_target
 
-__all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
+__all__ = ["CALIBRATED", "REASONS", "Target", "fake_target", "resolve", "supported"]
 
 fake_target = fake.target
 

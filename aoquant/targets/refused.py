@@ -7,10 +7,13 @@ adds. Read from the source of torchao 0.18.
 
 from __future__ import annotations
 
-_CALIBRATED = "is found by running data through the model, in steps of torchao's own"
+_CALIBRATED = "is found by running data through the model"
 _TRAINING = "is a training recipe of torchao's and leaves no quantised layer"
 _OWN = "aoquant.IntxWeightConfig, Int4WeightConfig or NVFP4WeightConfig"
-_AFTER = "run torchao's flow by itself, or train with {} and let QAT find the weights"
+
+# taken by `calibrate_ptq`, and by `quantize_` where one of them is the whole config, in torchao's steps
+CALIBRATED = ("GPTQConfig", "AWQConfig", "SmoothQuantConfig")
+_BY_ITSELF = "it for the whole model, quantize_(model, config) with step='prepare' and 'convert', aoquant.calibrate_ptq, or its base_config"
 
 # class name -> (why it has no target, what to use instead)
 REASONS: dict[str, tuple[str, str]] = {
@@ -47,9 +50,9 @@ REASONS: dict[str, tuple[str, str]] = {
     "BlockSparseWeightConfig": ("it sparsifies and does not quantise", "torchao's quantize_ after training"),
     "SemiSparseWeightConfig": ("it sparsifies and does not quantise", "torchao's quantize_ after training"),
     # calibration
-    "AWQConfig": (f"its scale per input channel {_CALIBRATED}", _AFTER.format("the base config of its own")),
-    "SmoothQuantConfig": (f"its scale per input channel {_CALIBRATED}", _AFTER.format("its base_config")),
-    "GPTQConfig": (f"its rounding {_CALIBRATED}", "aoquant.calibrate_ptq(model, batches, config), or its base_config"),
+    "AWQConfig": (f"its scale per input channel {_CALIBRATED}", _BY_ITSELF),
+    "SmoothQuantConfig": (f"its scale per input channel {_CALIBRATED}", _BY_ITSELF),
+    "GPTQConfig": (f"its rounding {_CALIBRATED}", _BY_ITSELF),
     # training
     "BitNetTrainingConfig": (_TRAINING, "aoquant.IntxWeightConfig(2, activation='int8-row')"),
     "Int8WeightOnlyQuantizedTrainingConfig": (_TRAINING, "Int8WeightOnlyConfig"),

@@ -91,3 +91,43 @@ def butterflies(x_RK: Tensor, size: int) -> Tensor:
         x_RK = torch.stack((a + b, a - b), 1)
         distance *= 2
     return x_RK.view(shape)
+
+
+def hadamard_matrix(n: int) -> Tensor:
+    """Return a Hadamard matrix (n, n) over sqrt(n), float64 on the CPU: orthogonal, all entries as large.
+
+    Sylvester's 2^k times a matrix of Paley's: of size q + 1 for a prime q = 3 mod 4, or 2 (q + 1) for q = 1 mod 4.
+
+    Raises:
+        ValueError: n is no such product. 640, 896, 2304, 2560, 3584 and 5120 are.
+    """
+    size = n // (n & -n) if n > 0 else 0  # the odd part
+    while 0 < size <= n:
+        if (core := _paley(size)) is not None:
+            while len(core) < n:
+                core = torch.cat([torch.cat([core, core], 1), torch.cat([core, -core], 1)])
+            return core / n**0.5
+        size *= 2
+    raise ValueError(f"no Hadamard matrix of size {n} is known here: it is no power of two times a matrix of Paley's")
+
+
+def _paley(n: int) -> Tensor | None:
+    """Return a matrix of +-1 by Paley's constructions, or None. The one of size 1 is 1."""
+    if n == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    for q, twice in ((n - 1, False), (n // 2 - 1, True)):
+        if q < 3 or n % 4 or q % 4 != (1 if twice else 3) or any(q % d == 0 for d in range(2, int(q**0.5) + 1)):
+            continue
+        squares = {i * i % q for i in range(1, q)}
+        sign = torch.tensor([0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)], dtype=torch.float64)
+        at = torch.arange(q)
+        s = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+        s[1:, 1:] = sign[(at[:, None] - at) % q]
+        s[0, 1:], s[1:, 0] = 1.0, 1.0 if twice else -1.0
+        eye = torch.eye(q + 1, dtype=torch.float64)
+        if not twice:
+            return eye + s
+        mixed = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+        turned = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        return torch.kron(s, mixed) + torch.kron(eye, turned)
+    return None

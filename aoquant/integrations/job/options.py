@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from aoquant.integrations.finetune import LOSSES, check_switch
 from aoquant.integrations.hf import check_storable
 from aoquant.integrations.job.training import PRESETS
 from aoquant.integrations.text import find_pages, standard_text
 from aoquant.planning.choose import each
+from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.recipes import mixed
 from aoquant.targets import resolve
 from aoquant.tools.doctor import check_device, default_device, slow_in_bfloat16
 
-PTQ_METHODS = ("nearest", "gptq")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -70,13 +70,13 @@ class Layers:
 class Calibration:
     """How codes are chosen before the fine-tune."""
 
-    ptq: Literal["nearest", "gptq"] = "nearest"
+    ptq: str = "nearest"
     """nearest: round each weight. gptq: choose codes on calibration data; training goes on from them under their
-    scales."""
+    scales. awq, smoothquant, clip, r1, r2, or several joined by +: as `aoquant convert` has them."""
     calibrate: Path | None = None
-    """A file of text (.txt, .jsonl, .xz) for gptq; the first one of --train-text by default."""
+    """A file of text (.txt, .jsonl, .xz) for --ptq; the first one of --train-text by default."""
     samples: int = 128
-    """Sequences of --block tokens that gptq sees."""
+    """Sequences of --block tokens that it sees."""
 
 
 @dataclass
@@ -184,12 +184,11 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
             )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}")
-        if self.ptq not in PTQ_METHODS or self.samples < 1:
-            raise ValueError(
-                f"ptq is {' or '.join(PTQ_METHODS)} and samples positive, got {self.ptq!r}, {self.samples}"
-            )
+        CalibrateConfig(self.recipe, self.ptq)  # refuses an unknown method
+        if self.samples < 1:
+            raise ValueError(f"samples must be positive, got {self.samples}")
         if self.calibrate is not None and (self.ptq == "nearest" or not self.calibrate.is_file()):
-            raise ValueError(f"calibrate must be an existing file beside --ptq gptq, got {str(self.calibrate)!r}")
+            raise ValueError(f"calibrate must be an existing file beside --ptq METHOD, got {str(self.calibrate)!r}")
         self._check_training()
         find_pages(self.wikitext, None)
         if self.model is not None and self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():

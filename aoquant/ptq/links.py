@@ -1,0 +1,244 @@
+"""Find where a change of a layer's input channels can be folded: the norm or the linear layer that makes them.
+
+One forward of the float model shows whose output each layer is given (norm -> q/k/v, norm -> gate/up). What is between
+two linear layers (v -> attention -> o, up -> gate * up -> down) cannot be seen that way, so linear layers of one module
+are candidates for each other. Every link is then proved: its channels are multiplied by powers of two behind the source
+and divided by them before the layers. Powers of two are exact, so the model's outputs stay bit for bit where the link
+holds. A channel that is read elsewhere, or goes through a norm or an activation, changes them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from aoquant._messages import listed
+from aoquant.report.measure import logits_of, run
+
+SHOWN_ROWS = 256  # of a model's output that are compared
+CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # relative error of outputs behind a fold
+
+
+@dataclass(frozen=True)
+class Link:
+    """A module, and the linear layers whose input channels are its output channels.
+
+    source: name of a norm or of a linear layer. layers: names. channels_K: the source's channel of each input channel;
+    heads that share keys and values name a channel several times. head: channels of an attention head, or 0.
+    """
+
+    source: str
+    layers: tuple[str, ...]
+    channels_K: Tensor
+    head: int = 0
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Links that hold. read: whose output a linear layer or a norm is given, where that is another of them."""
+
+    links: list[Link]
+    read: dict[str, str]
+
+    def of(self, layer: str) -> Link | None:
+        """Return the link whose layers hold `layer`."""
+        return next((link for link in self.links if layer in link.layers), None)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module has a gain for each channel and no parts."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 1 and not list(module.children())
+
+
+def offset(norm: nn.Module) -> float | None:
+    """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for another one."""
+    weight: Tensor = norm._parameters["weight"]  # type: ignore[assignment]
+    x = torch.linspace(-1, 1, len(weight), device=weight.device, dtype=weight.dtype)[None]
+    bias = norm._parameters.get("bias")
+    fixed = {} if bias is None else {"bias": torch.zeros_like(bias)}
+    try:
+        none, one = (functional_call(norm, fixed | {"weight": torch.full_like(weight, c)}, (x,)) for c in (0, 1))
+    except (TypeError, RuntimeError):
+        return None
+    if not none.any():
+        return 0.0
+    return 1.0 if torch.allclose(2 * none, one, rtol=1e-2) else None
+
+
+def find(model: nn.Module, batch: Any) -> Structure:
+    """Return the links of a float model. batch: runs through every layer, a few times."""
+    modules = dict(model.named_modules())
+    read = _read(model, modules, batch)
+    wanted = shown(model, batch)
+
+    def proved(links: list[Link]) -> list[Link]:
+        return links if links and _holds(model, modules, links, batch, wanted) else []
+
+    direct: dict[str, list[str]] = {}
+    for layer, source in read.items():
+        if isinstance(modules[layer], nn.Linear):
+            direct.setdefault(source, []).append(layer)
+    alike: dict[str, list[Link]] = {}
+    for source, layers in direct.items():
+        channels = torch.arange(modules[layers[0]].in_features)
+        alike.setdefault(_own(source), []).append(Link(source, tuple(layers), channels))
+    everything = [link for links in alike.values() for link in links]
+    found = proved(everything) or [link for links in alike.values() for link in proved(links)]
+    known = {layer for link in found for layer in link.layers}
+    for links in _candidates(modules).values():
+        new = [link for link in links if link.layers[0] not in known and link.layers[0] not in read]
+        found += (held := proved(new))
+        known |= {layer for link in held for layer in link.layers}
+    return Structure(found, read)
+
+
+def _own(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _read(model: nn.Module, modules: dict[str, nn.Module], batch: Any) -> dict[str, str]:
+    """Return whose output each linear layer and norm is given. What is read from several modules is left out."""
+    made: dict[int, tuple[str, Any]] = {}  # by address, while the tensor lives
+    found: dict[str, str | None] = {}
+
+    def before(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            source, alive = made.get(x.data_ptr(), ("", lambda: None)) if x is not None else ("", lambda: None)
+            y = alive()
+            seen = source if y is not None and x is not None and y.shape[-1] == x.shape[-1] else None
+            found[name] = seen if found.get(name, seen) == seen else None
+
+        return hook
+
+    def after(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                made[output.data_ptr()] = name, weakref.ref(output)
+
+        return hook
+
+    parts = {n: m for n, m in modules.items() if isinstance(m, nn.Linear) or is_norm(m)}
+    handles = [m.register_forward_pre_hook(before(n), with_kwargs=True) for n, m in parts.items()]
+    handles += [m.register_forward_hook(after(n)) for n, m in parts.items()]
+    try:
+        run(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def _candidates(modules: dict[str, nn.Module]) -> dict[Any, list[Link]]:
+    """Return possible links between linear layers of one module, those of alike blocks together."""
+    found: dict[Any, list[Link]] = {}
+    for parent, module in modules.items():
+        linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
+        head, groups = (getattr(module, a, None) for a in ("head_dim", "num_key_value_groups"))
+        for name, layer in linears.items():
+            k = layer.in_features
+            per_head = head if isinstance(head, int) and k % head == 0 else 0
+            for before, source in linears.items():
+                for shared in {1, groups if isinstance(groups, int) and per_head else 1}:
+                    skipped = source.out_features - k // shared  # what is fused in front of it, such as q and k
+                    if before == name or skipped < 0:
+                        continue
+                    at = torch.arange(k)
+                    if shared > 1:
+                        at = at // per_head // shared * per_head + at % per_head
+                    path = f"{parent}." if parent else ""
+                    link = Link(path + before, (path + name,), skipped + at, per_head)
+                    found.setdefault((before, name, shared), []).append(link)
+    return found
+
+
+def _holds(model: nn.Module, modules: dict[str, nn.Module], links: list[Link], batch: Any, wanted: Tensor) -> bool:
+    """Return whether outputs stay, bit for bit, when channels are multiplied by powers of two and divided again."""
+    generator = torch.Generator().manual_seed(0)
+    handles = []
+
+    def multiply(s_C: Tensor) -> Any:
+        return lambda module, args, y: y * s_C.to(y) if isinstance(y, Tensor) and y.shape[-1] == len(s_C) else y
+
+    def divide(s_K: Tensor) -> Any:
+        return lambda module, args: (args[0] / s_K.to(args[0]), *args[1:]) if args else None
+
+    try:
+        for link in links:
+            source = modules[link.source]
+            count = source.out_features if isinstance(source, nn.Linear) else len(source._parameters["weight"])  # type: ignore[arg-type]
+            s_C = torch.ones(count)
+            used = link.channels_K.unique()
+            s_C[used] = 2.0 ** torch.randint(0, 2, used.shape, generator=generator)
+            handles.append(source.register_forward_hook(multiply(s_C)))
+            handles += [modules[n].register_forward_pre_hook(divide(s_C[link.channels_K])) for n in link.layers]
+        return torch.equal(shown(model, batch).nan_to_num(), wanted.nan_to_num())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def shown(model: nn.Module, batch: Any) -> Tensor:
+    """Return rows of a model's output for one batch."""
+    y = logits_of(run(model, batch))
+    rows = y.reshape(-1, y.shape[-1])
+    return rows[:: max(1, len(rows) // SHOWN_ROWS)].clone()
+
+
+@contextmanager
+def unchanged(model: nn.Module, batch: Any, what: str) -> Iterator[None]:
+    """Raise ValueError unless the model's outputs are those from before the block, but for rounding. what: was done."""
+    before = shown(model, batch).float()
+    if not before.isfinite().all():
+        raise ValueError(
+            f"{type(model).__name__}: its outputs for the first batch hold NaN or Inf: look for them in the batches or in the weights"
+        )
+    dtypes = {p.dtype for p in model.parameters()}
+    yield
+    after = shown(model, batch).float()
+    error = float((after - before).norm() / before.norm().clamp(min=1e-30))
+    bound = max(CLOSE.get(dtype, 0.0) for dtype in dtypes)
+    if not error <= bound:
+        raise ValueError(
+            f"{type(model).__name__}: {what} changed its outputs by {error:.1e} of their size, more than rounding does ({bound:g}): "
+            "a part of it reads or writes what was changed. Use another method; the model is unchanged"
+        )
+
+
+def why_not_replaced(modules: dict[str, nn.Module], names: Iterable[str]) -> dict[str, str]:
+    """Return why weights of modules cannot be replaced: packed, sharded, without values, or tied."""
+    users: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        if (weight := module._parameters.get("weight")) is not None:
+            users.setdefault(id(weight), []).append(name)
+    found = {}
+    for name in names:
+        weight = modules[name]._parameters.get("weight")
+        if weight is None or not isinstance(weight, nn.Parameter) or type(weight.data) is not Tensor or weight.is_meta:
+            found[name] = "its weight is not a plain tensor with values here, so nothing can be folded into it"
+        elif not weight.is_floating_point():
+            found[name] = "its weight is not floating point, so nothing can be folded into it"
+        elif len(sharers := users[id(weight)]) > 1:
+            found[name] = f"its weight is tied ({', '.join(sharers)}), and a fold would change all of them: untie it"
+    return found
+
+
+def refuse(problems: Mapping[str, str]) -> None:
+    """Raise ValueError with the problem of each layer that has one."""
+    if problems:
+        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
+        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{shown}")
+
+
+def replace(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module another parameter with these values, in its dtype; the old one stays as it is."""
+    old: Any = module._parameters[name]
+    setattr(module, name, nn.Parameter(value.to(old.dtype).contiguous(), requires_grad=old.requires_grad))

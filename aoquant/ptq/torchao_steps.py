@@ -1,0 +1,93 @@
+"""torchao's steps of its GPTQConfig, AWQConfig and SmoothQuantConfig, as `aoquant.quantize_` takes them.
+
+    quantize_(model, AWQConfig(base, step="prepare"))   # from now on the model keeps what it is called with
+    for batch in batches: model(batch)
+    quantize_(model, AWQConfig(base, step="convert"))   # calibrate_ptq with these batches
+
+torchao observes each layer's input, and leaves a scale that multiplies activations at run time. Here scales are folded,
+so the result is what `base` alone makes, and a model to load such weights into is made by `base`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from aoquant.config import named
+from aoquant.planning.choose import Filter
+from aoquant.planning.plan import plan
+from aoquant.ptq.calibrate_config import CalibrateConfig
+from aoquant.ptq.sequential import calibrate_ptq
+from aoquant.quantize import quantize_
+
+KEPT = "aoquant_calibration"  # attribute of a model between the two steps
+
+
+class Recorder:
+    """A hook that keeps what a model is called with. asked, filter_fn: of the step that began."""
+
+    def __init__(self, asked: CalibrateConfig, filter_fn: Filter | None) -> None:
+        self.asked, self.filter_fn, self.batches = asked, filter_fn, list[Any]()
+        self.handle: Any = None
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if any("Cache" in type(value).__name__ for value in kwargs.values()):
+            raise ValueError(
+                f"{type(model).__name__}: it is called with a cache, which changes, so this call cannot be repeated: calibrate on calls "
+                "without one, such as model(input_ids)"
+            )
+        given = args
+        if kwargs:
+            bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+            given = {k: v for k, v in bound.items() if not isinstance(v, dict)} | kwargs
+        self.batches.append(tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, given))
+
+
+def take_step(
+    model: nn.Module,
+    config: Any,
+    filter_fn: Filter | None,
+    device: torch.device | str | None,
+    skip_incompatible: bool,
+) -> None:
+    """Take the step that `config` names.
+
+    Raises:
+        ValueError: the step is unknown, or convert before prepare; or as `calibrate_ptq`.
+    """
+    step, name = config.step, type(config).__name__
+    recorder: Recorder | None = vars(model).get(KEPT)
+    asked = recorder.asked if recorder is not None and config.base_config is None else CalibrateConfig.of(config)
+    if step in ("prepare", "observe"):
+        plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
+        if recorder is not None:
+            recorder.handle.remove()
+        recorder = vars(model)[KEPT] = Recorder(asked, filter_fn)
+        recorder.handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
+    elif step == "prepare_for_loading":
+        quantize_(model, asked.recipe, filter_fn, device, skip_incompatible=skip_incompatible)
+        return
+    elif recorder is None:
+        raise ValueError(
+            f"{name}(step={step!r}): nothing is prepared: give step='prepare', run the model, and convert it then"
+        )
+    elif step == "convert":
+        if filter_fn is not None:
+            raise ValueError(f"{name}(step='convert'): layers are chosen by step='prepare': give filter_fn to that one")
+        recorder.handle.remove()
+        try:
+            calibrate_ptq(
+                model, recorder.batches, asked, filter_fn=recorder.filter_fn, skip_incompatible=skip_incompatible
+            )
+        except BaseException:
+            recorder.handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
+            raise
+        del vars(model)[KEPT]
+    elif step != "prepare_for_smoothquant_smoothing_factor":  # which a fold finds when it converts
+        raise ValueError(f"{name}: step {step!r} is not taken: give 'prepare' or 'convert'")
+    if device is not None:
+        model.to(device)
