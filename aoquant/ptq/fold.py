@@ -36,7 +36,7 @@ class Inputs:
     def __init__(self, share: int) -> None:
         self.share, self.tokens, self.rows = share, 0, list[Tensor]()
         self.total_K: Any = 0.0
-        self.largest_K: Any = 0.0
+        self.largest_K: Tensor | None = None
 
     def add(self, x: Tensor, mask: Tensor | None) -> None:
         x_MK = x.detach().reshape(-1, x.shape[-1])
@@ -45,7 +45,8 @@ class Inputs:
         if len(x_MK):
             size_MK = x_MK.float().abs()
             self.total_K = self.total_K + size_MK.sum(0)
-            self.largest_K = torch.maximum(size_MK.amax(0), torch.as_tensor(self.largest_K).to(x_MK.device))
+            largest_K = size_MK.amax(0)
+            self.largest_K = largest_K if self.largest_K is None else torch.maximum(self.largest_K, largest_K)
             self.rows.append(x_MK[:: max(1, len(x_MK) // self.share)][: self.share].cpu())
             self.tokens += len(x_MK)
 
@@ -157,6 +158,7 @@ class _Search:
         used, at_K = link.channels_K.unique(return_inverse=True)
         self.count, self.at_K = len(used), at_K.to(weight.device)
         self.mean_C = self._gathered(inputs.total_K / inputs.tokens, "mean")
+        assert inputs.largest_K is not None
         self.largest_C = self._gathered(inputs.largest_K, "amax")
         self.x_MK = torch.cat(inputs.rows)[:ROWS].to(weight.device)
         self.weights = [layer.matrix().detach().float() for layer in self.layers]

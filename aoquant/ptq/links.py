@@ -88,7 +88,7 @@ def find(model: nn.Module, batch: Any) -> Structure:
             direct.setdefault(source, []).append(layer)
     alike: dict[str, list[Link]] = {}
     for source, layers in direct.items():
-        channels = torch.arange(modules[layers[0]].in_features)
+        channels = torch.arange(modules[layers[0]].in_features, device="cpu")
         alike.setdefault(_own(source), []).append(Link(source, tuple(layers), channels))
     everything = [link for links in alike.values() for link in links]
     found = proved(everything) or [link for links in alike.values() for link in proved(links)]
@@ -151,7 +151,7 @@ def _candidates(modules: dict[str, nn.Module]) -> dict[Any, list[Link]]:
                     skipped = source.out_features - k // shared  # what is fused in front of it, such as q and k
                     if before == name or skipped < 0:
                         continue
-                    at = torch.arange(k)
+                    at = torch.arange(k, device="cpu")
                     if shared > 1:
                         at = at // per_head // shared * per_head + at % per_head
                     path = f"{parent}." if parent else ""
@@ -162,7 +162,7 @@ def _candidates(modules: dict[str, nn.Module]) -> dict[Any, list[Link]]:
 
 def _holds(model: nn.Module, modules: dict[str, nn.Module], links: list[Link], batch: Any, wanted: Tensor) -> bool:
     """Return whether outputs stay, bit for bit, when channels are multiplied by powers of two and divided again."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     handles = []
 
     def multiply(s_C: Tensor) -> Any:
@@ -175,9 +175,9 @@ def _holds(model: nn.Module, modules: dict[str, nn.Module], links: list[Link], b
         for link in links:
             source = modules[link.source]
             count = source.out_features if isinstance(source, nn.Linear) else len(source._parameters["weight"])  # type: ignore[arg-type]
-            s_C = torch.ones(count)
+            s_C = torch.ones(count, device="cpu")
             used = link.channels_K.unique()
-            s_C[used] = 2.0 ** torch.randint(0, 2, used.shape, generator=generator)
+            s_C[used] = 2.0 ** torch.randint(0, 2, used.shape, generator=generator, device="cpu")
             handles.append(source.register_forward_hook(multiply(s_C)))
             handles += [modules[n].register_forward_pre_hook(divide(s_C[link.channels_K])) for n in link.layers]
         return torch.equal(shown(model, batch).nan_to_num(), wanted.nan_to_num())

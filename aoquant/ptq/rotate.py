@@ -49,7 +49,8 @@ def random_hadamard(n: int, seed: int) -> Tensor:
     Raises:
         ValueError: no Hadamard matrix of this size is known.
     """
-    signs = torch.randint(0, 2, (n, 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    signs = torch.randint(0, 2, (n, 1), generator=generator, device="cpu") * 2 - 1
     return hadamard_matrix(n) * signs
 
 

@@ -114,20 +114,22 @@ def hadamard_matrix(n: int) -> Tensor:
 def _paley(n: int) -> Tensor | None:
     """Return a matrix of +-1 by Paley's constructions, or None. The one of size 1 is 1."""
     if n == 1:
-        return torch.ones(1, 1, dtype=torch.float64)
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
     for q, twice in ((n - 1, False), (n // 2 - 1, True)):
         if q < 3 or n % 4 or q % 4 != (1 if twice else 3) or any(q % d == 0 for d in range(2, int(q**0.5) + 1)):
             continue
         squares = {i * i % q for i in range(1, q)}
-        sign = torch.tensor([0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)], dtype=torch.float64)
-        at = torch.arange(q)
-        s = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+        sign = torch.tensor(
+            [0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)], dtype=torch.float64, device="cpu"
+        )
+        at = torch.arange(q, device="cpu")
+        s = torch.zeros(q + 1, q + 1, dtype=torch.float64, device="cpu")
         s[1:, 1:] = sign[(at[:, None] - at) % q]
         s[0, 1:], s[1:, 0] = 1.0, 1.0 if twice else -1.0
-        eye = torch.eye(q + 1, dtype=torch.float64)
+        eye = torch.eye(q + 1, dtype=torch.float64, device="cpu")
         if not twice:
             return eye + s
-        mixed = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-        turned = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        mixed = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
+        turned = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64, device="cpu")
         return torch.kron(s, mixed) + torch.kron(eye, turned)
     return None

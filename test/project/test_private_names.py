@@ -100,7 +100,11 @@ USES = [
     ),
     ("torch._guards", "TracingContext", "whether AOTAutograd traces; is_compiling() is False there"),
     ("torch.overrides", "_get_current_function_mode_stack", "the watch of the forward that runs in this thread"),
-    ("torch.utils._pytree", "tree_leaves", "the tensors in the arguments of a torch function, however they are nested"),
+    (
+        "torch.utils._pytree",
+        "tree_leaves tree_map",
+        "the tensors in the arguments of a function, however they are nested",
+    ),
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "what a run keeps and multiplies, of a model without values"),
     ("torch._subclasses", "FakeTensor", "whether a function that Dynamo takes as one call is traced"),
     (
