@@ -95,7 +95,7 @@ class KVFormat:
         Raises:
             ValueError: the format has no rows of this length, or takes no scale.
         """
-        self._check(x.shape[-1], scale)
+        self.check(x.shape[-1], scale)
         y = x.float()
         if self.name in ("fp8", "fp8-e5m2"):
             y = y if scale is None else y / scale.float()
@@ -149,7 +149,7 @@ class KVFormat:
         own = packed[..., -4:].contiguous().view(torch.float32).squeeze(-1)
         return self.read(packed[..., :-4].contiguous(), own, dtype)
 
-    def _check(self, head_dim: int, scale: Tensor | None) -> None:
+    def check(self, head_dim: int, scale: Tensor | None) -> None:
         if (reason := self.why_not(head_dim)) is not None:
             raise ValueError(f"{reason}: choose another KV format")
         if scale is not None and not self.static:
@@ -194,6 +194,13 @@ def _mixed(y: Tensor, *, signs_first: bool) -> Tensor:
     rows = y.reshape(-1, b)
     rows = butterflies(rows * sign, b) if signs_first else butterflies(rows, b) * sign
     return rows.view(y.shape)
+
+
+def rotation(d: int, device: torch.device) -> Tensor:
+    """Return the (d, d) float32 matrix by which int4-token-head multiplies a row before it rounds: +-1, and zeros
+    between blocks.
+    """
+    return _mixed(torch.eye(d, device=device), signs_first=True)
 
 
 def _write_int4(y: Tensor) -> tuple[Tensor, Tensor]:

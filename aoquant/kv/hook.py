@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from aoquant.formats import KVFormat
+from aoquant.kv import packed
 from aoquant.kv.config import KVCacheConfig
+from aoquant.ops import kv
 
 NAMES = ("cache", "past_key_values")  # of the cache, among the arguments of attention modules
 SCALES = ("k_scale", "v_scale", "q_scale")
@@ -78,8 +80,7 @@ def _straight(x: Tensor, quantised: Tensor) -> Tensor:
 def fake(x: Tensor, format: KVFormat, scale: Tensor | None) -> Tensor:
     """Return x as attention reads it from the cache, in x's dtype, with x's gradient."""
     with torch.no_grad():
-        codes, own = format.write(x, scale)
-        quantised = format.read(codes, scale if own is None else own, x.dtype)
+        quantised = kv.values(x, format, scale)
     return _straight(x, quantised) if torch.is_grad_enabled() else quantised
 
 
@@ -96,14 +97,23 @@ class Passing:
         if cache is not None:
             _refuse_cache(quant, cache, layer_idx)
         kf, vf = quant.config.k_format, quant.config.v_format
-        if quant.seen is not None:
+        held = packed.held(cache, layer_idx)
+        bytes_held = held is not None and held.dtype == torch.uint8
+        if quant.seen is None and (quant.fake_quant or quant.converted):
+            key = packed.New(k, kf, quant.scale(module, "k_scale", kf))
+            value = packed.New(v, vf, quant.scale(module, "v_scale", vf))
+            # A prepared module stores bytes where the kernel of one query token reads them, as after convert.
+            packs = bytes_held or (held is None and not is_latent(module) and packed.attends(key, value))
+            if cache is not None and (quant.converted or packs):
+                return _stored(quant, module, cache, key, value, layer_idx, args, kwargs)
+            k, v = fake(k, kf, key.scale), fake(v, vf, value.scale)
+        elif bytes_held:
+            raise ValueError(
+                f"{quant.fqn}: the cache holds bytes, and fake quantisation is off: start with a new cache"
+            )
+        elif quant.seen is not None:
             quant.watch("k_scale", k)
             quant.watch("v_scale", v)
-        elif quant.fake_quant or quant.converted:
-            ks, vs = quant.scale(module, "k_scale", kf), quant.scale(module, "v_scale", vf)
-            if quant.converted and cache is not None:
-                return _stored(quant, cache, (k, kf, ks), (v, vf, vs), layer_idx, args, kwargs)
-            k, v = fake(k, kf, ks), fake(v, vf, vs)
         return (k, v) if cache is None else cache.update(k, v, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,25 +124,34 @@ class Passing:
         return getattr(self.__dict__["cache"], name)
 
 
-def _stored(quant: KVQuant, cache: Any, key: Any, value: Any, layer_idx: int, args: Any, kwargs: Any) -> Any:
+def _stored(
+    quant: KVQuant,
+    module: nn.Module,
+    cache: Any,
+    key: packed.New,
+    value: packed.New,
+    layer_idx: int,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Tensor, Tensor]:
     """Store the bytes of keys and values, and return what attention reads of all that the cache gives back."""
-    layers = getattr(cache, "layers", ())
-    held = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
+    held = packed.held(cache, layer_idx)
     if held is not None and held.dtype != torch.uint8:
         raise ValueError(
             f"{quant.fqn}: the cache holds {held.dtype} already, and this layer is converted and stores bytes: start with a "
             "new cache"
         )
     with torch.no_grad():
-        parts = cache.update(*(f.pack(x, s) for x, f, s in (key, value)), layer_idx, *args, **kwargs)
-        full = [f.unpack(part, s, x.dtype) for part, (x, f, s) in zip(parts, (key, value), strict=True)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in (key, value)):
-        if any(t.shape != x.shape for t, (x, _, _) in zip(full, (key, value), strict=True)):
+        k, v = packed.store(cache, key, value, layer_idx, args, kwargs)
+    if isinstance(k, packed.Coded):
+        _install(module)
+    if torch.is_grad_enabled() and (key.x.requires_grad or value.x.requires_grad):
+        if k.shape != key.x.shape or v.shape != value.x.shape:
             raise ValueError(
                 f"{quant.fqn}: gradients do not go through tokens that a packed cache holds: call the model with use_cache=False"
             )
-        full = [_straight(x, t) for t, (x, _, _) in zip(full, (key, value), strict=True)]
-    return full[0], full[1]
+        k, v = _straight(key.x, k), _straight(value.x, v)
+    return k, v
 
 
 def _refuse_cache(quant: KVQuant, cache: Any, layer_idx: int) -> None:
@@ -174,7 +193,7 @@ def attach(module: Any, fqn: str, config: KVCacheConfig, *, converted: bool = Fa
         shape = (heads(module), 1, 1) if config.per == "head" and name != "q_scale" else (1,)
         module.register_buffer(name, torch.full(shape, config.start, dtype=torch.float32, device=where))
     if config.query is not None:
-        _install_queries(module)
+        _install(module)
 
 
 def attach_named(model: nn.Module, by_name: Mapping[str, Any]) -> None:
@@ -276,29 +295,40 @@ def _interfaces(module: nn.Module) -> Any:
     return getattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS", None)
 
 
-def _install_queries(module: nn.Module) -> None:
-    """Quantise queries on their way to any attention function, in modules whose config asks for it."""
+def _install(module: nn.Module) -> None:
+    """Let `_attention` stand before any attention function that the module calls by transformers' table."""
     table: Any = type(_interfaces(module))
-    original = table.get_interface
-    if getattr(original, "quantises_queries", False):
+    original = getattr(table, "get_interface", None)
+    if original is None or getattr(original, "of_aoquant", False):
         return
 
     @wraps(original)
     def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return partial(_with_query, original(self, *args, **kwargs))
+        return partial(_attention, original(self, *args, **kwargs))
 
-    vars(get_interface)["quantises_queries"] = True
+    vars(get_interface)["of_aoquant"] = True
     table.get_interface = get_interface
 
 
-def _with_query(function: Callable[..., Any], module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _attention(
+    function: Callable[..., Any], module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any = None, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Call an attention function with queries quantised, where the config asks for it, and bytes decoded; or attend to
+    the bytes themselves.
+    """
     quant = getattr(module, "kv_quant", None)
     if quant is not None and quant.config.query is not None:
         if quant.seen is not None:
             quant.watch("q_scale", query)
         elif quant.fake_quant or quant.converted:
             query = fake(query, KVFormat(quant.config.query), module.q_scale)
-    return function(module, query, *args, **kwargs)
+    if isinstance(key, packed.Coded) and isinstance(value, packed.Coded):
+        made = None if args else packed.attend(function, query, key, value, attention_mask, kwargs)
+        if made is not None:
+            return made, None
+        key, value = key.decoded(), value.decoded()
+    return function(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 @contextmanager

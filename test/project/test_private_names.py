@@ -102,7 +102,7 @@ USES = [
     ("torch.overrides", "_get_current_function_mode_stack", "the watch of the forward that runs in this thread"),
     (
         "torch.utils._pytree",
-        "tree_leaves tree_map",
+        "tree_leaves tree_map tree_map_only",
         "the tensors in the arguments of a function, however they are nested",
     ),
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "what a run keeps and multiplies, of a model without values"),

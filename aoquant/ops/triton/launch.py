@@ -65,18 +65,23 @@ class Launch:
         self._rest = [constants[name] for name in fn.arg_names if name in constants]
         self._ready: dict[tuple[Any, ...], Callable[[Sequence[Any]], None] | None] = {}  # None: the long way
 
-    def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
-        """Launch on the tensors' device, in its current stream. None: a kernel without this tensor."""
+    def __call__(self, *tensors: Tensor | TensorDescriptor | int | None) -> None:
+        """Launch on the tensors' device, in its current stream. None: a kernel without this tensor. int: a number that
+        may be another in every call, of a parameter that the kernel does not specialise.
+        """
         addresses: list[Any] = list(tensors)
         key: list[Any] = list(tensors)  # None stays None
         low, some = 0, None
         for i, t in enumerate(tensors):
-            if t is None:
-                continue
             if isinstance(t, Tensor):
                 some = t
                 addresses[i] = address = t.data_ptr()
                 low |= address
+            elif t is None:
+                continue
+            elif isinstance(t, int):
+                key[i] = int
+                continue
             else:
                 some = t.base
             key[i] = some.dtype
@@ -87,7 +92,7 @@ class Launch:
                 return self(*tensors)
         key.append(device)
         if low % 16:  # Triton compiles another kernel for a tensor that does not start at a multiple of 16
-            key += [type(a) is int and a % 16 != 0 for a in addresses]
+            key += [type(a) is int and k is not int and a % 16 != 0 for a, k in zip(addresses, key, strict=False)]
         kind = tuple(key)
         again = self._ready.get(kind)
         if again is not None:
