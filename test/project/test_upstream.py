@@ -15,8 +15,17 @@ FOLDERS = sorted(path for path in ROOT.iterdir() if path.is_dir())
 NEEDS_MSLK, NEEDS_NO_GPU, COMPILES = "08", "19", "03"
 
 
+NEEDS = {
+    "modelopt": "modelopt",
+    "vllm": "vllm",
+}  # packages that are not in constraints.txt, by the folder's second word
+
+
 def marked(folder: Path) -> object:
     number = folder.name[:2]
+    package = NEEDS.get(folder.name.split("-")[1])
+    if package and find_spec(package) is None:
+        return pytest.param(folder, marks=pytest.mark.skip(reason=f"needs {package}"), id=folder.name)
     marks = {
         NEEDS_MSLK: [pytest.mark.gpu, pytest.mark.skipif(find_spec("mslk") is None, reason="needs mslk")],
         NEEDS_NO_GPU: [
