@@ -42,6 +42,7 @@ from aoquant.kv import KVCacheConfig, hook
 from aoquant.linear.packed import adopt
 from aoquant.planning import caches
 from aoquant.planning.caches import CachePlan
+from aoquant.planning.choose import key_of
 from aoquant.planning.plan import ours
 from aoquant.quantize import quantize_
 
@@ -170,7 +171,15 @@ class Quantizer(TorchAoHfQuantizer):
             taken = isinstance(module, kinds) or bool(stacks_of(module))
             return taken and should_convert_module(fqn, self.modules_to_not_convert)
 
-        quantize_(model, config, None if isinstance(config, FqnToConfig) else chosen)
+        if isinstance(config, FqnToConfig):
+            if nn.Embedding in kinds:  # "_default" means them too, as it does in transformers
+                keys, ends = config.fqn_to_config, (model.get_input_embeddings(), model.get_output_embeddings())
+                names = [n for n, m in model.named_modules() if chosen(m, n) and any(m is end for end in ends)]
+                named = {n: keys["_default"] for n in names if key_of(keys, n, default=True) == "_default"}
+                config = FqnToConfig({**named, **keys})
+            quantize_(model, config)
+        else:
+            quantize_(model, config, chosen)
         return model
 
 
@@ -268,6 +277,10 @@ class Rebuild(TorchAoDeserialize):
 
 class Quantize(TorchAoQuantize):
     """transformers' step that quantises a weight as it is loaded."""
+
+    def _quantize(self, module: nn.Module, config: Any, filter_fn: Any = lambda module, fqn: True) -> None:
+        """Quantise the module that transformers chose: torchao's default filter leaves embeddings float."""
+        super()._quantize(module, config, filter_fn)
 
     def convert(self, input_dict: Any, *, model: Any, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = super().convert(

@@ -243,12 +243,15 @@ class _Reasons:
         router = "a router, which decides what experts a token meets: stays float"
         if _is_adapter(self.model, fqn):
             return "adapter", "trained beside the quantised weight"
+        embeddings = [o.module for o in owners if isinstance(o.module, nn.Embedding)]
+        if refused := next((m for m in embeddings if kind_of(m) is None), None):
+            return "default", f"an embedding that cannot be quantised: {why_no_kind(refused)}"
         head = any(id(o.module) in self.outputs for o in owners)
-        if head and any(isinstance(o.module, nn.Embedding) for o in owners):
+        if head and embeddings:
             return "default", "an embedding and the output head, tied: left out unless both are named"
         if head and kind_of(module) is not None:
             return "default", "the output head: left out unless it is named"
-        if isinstance(module, nn.Embedding):
+        if embeddings:
             return "default", "an embedding: left out unless it is named"
         if all(id(o.module) in self.routers for o in owners):
             return "default", router

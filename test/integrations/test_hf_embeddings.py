@@ -102,3 +102,20 @@ def test_the_config_alone_quantises_the_same_layers_of_the_float_model(tmp_path:
     )
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("name", ["int8-weight", "intx"])
+@pytest.mark.parametrize("how", ["quantised", "prepared", "prepared by name"])
+def test_transformers_takes_embeddings_along_as_it_loads(name: str, how: str, tmp_path: Path) -> None:
+    model = llama(tied=False)
+    model.save_pretrained(tmp_path)
+    config = CONFIGS[name] if how == "quantised" else QATConfig(CONFIGS[name], step="prepare")
+    asked = FqnToConfig({"_default": config}) if how == "prepared by name" else config
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(asked, include_input_output_embeddings=True)
+    )
+    quantize_(model, config, every)
+    for end in ("model.embed_tokens", "lm_head"):
+        found, wanted = loaded.get_submodule(end), model.get_submodule(end)
+        assert type(found) is type(wanted) and type(found.weight) is type(wanted.weight)
+    assert torch.equal(logits(loaded), logits(model))

@@ -68,7 +68,8 @@ def test_every_part_of_every_format_is_checked() -> None:
                 if name != "qdata":  # which says what N is
                     bad.append(t[..., :1, :].repeat(*[1] * (t.dim() - 2), 3, 1))
                 if t.shape[-1] > 1:
-                    bad += [t[..., :-1], torch.cat([t.view(torch.uint8), t.view(torch.uint8)], -1).view(t.dtype)]
+                    bad += [t[..., :-1], nn.Parameter(t[..., :-1], requires_grad=False)]
+                    bad += [torch.cat([t.view(torch.uint8), t.view(torch.uint8)], -1).view(t.dtype)]
                 for value in bad:
                     with pytest.raises((ValueError, AttributeError)):
                         type(w)(**{**good, name: value})

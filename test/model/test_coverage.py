@@ -216,6 +216,21 @@ def test_the_head_and_the_embedding_are_left_out_by_default() -> None:
     assert weight.names == ("embed.weight", "lm_head.weight") and "tied" in weight.about
 
 
+class Shifted(nn.Embedding):
+    """An embedding whose forward does not read rows as nn.Embedding does."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) @ self.weight.T @ self.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_cannot_be_quantised_is_not_said_to_wait_for_its_name(tied: bool) -> None:
+    model = TiedLM(tied=tied)
+    model.embed.__class__ = Shifted
+    (weight,) = (w for w in aoquant.coverage(model).weights if "embed.weight" in w.names)
+    assert weight.state == "default" and "Shifted" in weight.about and "named" not in weight.about
+
+
 def test_a_filter_is_a_function_of_module_and_name() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="filter_fn"):

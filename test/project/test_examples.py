@@ -1,14 +1,19 @@
-"""The examples run as written, in an empty folder; FSDP2's by torchrun, in two processes of its own."""
+"""The examples run as written, in an empty folder; FSDP2's in two processes of its own, under torchrun's variables."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import runpy
-import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from support.two_ranks import on_two_ranks
 
 from aoquant import formats
 from aoquant.ops import router
@@ -46,12 +51,20 @@ def test_an_example_runs(
     assert LAST[name] in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_fsdp2_runs_on_two_ranks(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / "fsdp2.py")], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert FSDP2 in done.stdout
+def _fsdp2(rank: int, port: int, queue: Any) -> None:
+    """Run the example as torchrun starts it on one of two ranks; report what it prints, or its traceback."""
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(EXAMPLES / "fsdp2.py"), run_name="__main__")
+    except BaseException:
+        said.write(traceback.format_exc())
+    queue.put(said.getvalue())
+
+
+def test_fsdp2_runs_on_two_ranks() -> None:
+    assert sorted(on_two_ranks(_fsdp2)) == ["", f"{FSDP2}\n"]
