@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from aoquant.formats import COMPOSED, get_format, list_formats
+from aoquant.tools import markdown
 
 # Most errors come from the library, whose users write Python: "leave it out with filter_fn". These are the phrases that
 # an error of the commands can hold, with what does the same there.
@@ -312,7 +313,6 @@ def recipes(asked: str | None = None) -> None:
     """
     from aoquant.recipes import list_recipes
     from aoquant.tools import choosing
-    from aoquant.tools.markdown import wrapped
 
     if asked is not None:
         found = choosing.find(asked)
@@ -320,7 +320,7 @@ def recipes(asked: str | None = None) -> None:
         caption = f"bits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}"
         if any(choice.recipe in choosing.measured(choosing.MEASURED_MOE) for choice in found):
             caption += f" Experts: {choosing.source(choosing.MEASURED_MOE)}"
-        print(f"\n{wrapped(caption, 100)}")
+        print(f"\n{markdown.wrapped(caption, 100)}")
         return
     _print_table([(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves"))
     print("\nFP4 in vLLM: on Hopper activations stay in bfloat16 (train vllm-nvfp4-weight or mxfp4-weight there); on")
@@ -352,8 +352,12 @@ def verify(folder: Path, /) -> None:
 
 
 def _print_table(rows: Sequence[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
-    from tabulate import tabulate
-
+    """Print a Markdown table, with aligned columns where the extra `cli` is installed."""
+    try:
+        from tabulate import tabulate
+    except ImportError:
+        print(markdown.table(heads, [[str(cell) for cell in row] for row in rows]))
+        return
     texts = [i for i in range(len(heads)) if all(isinstance(row[i], str) for row in rows)]  # "1.00" stays "1.00"
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=texts))
 
@@ -424,15 +428,17 @@ def _command(name: str, arguments: list[str]) -> Callable[..., None]:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `aoquant` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        import tyro
-    except ImportError:
-        sys.exit("aoquant: the command line needs its extras: pip install 'aoquant[all]'")
     formatted = warnings.formatwarning
     warnings.formatwarning = _one_line  # type: ignore[assignment]
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
-        if chosen in COMMANDS:
+        if chosen == "doctor" and not rest:  # needs no extra: bug reports ask for it
+            doctor()
+        elif chosen in COMMANDS:
+            try:
+                import tyro
+            except ImportError:
+                raise ValueError(f"{chosen} needs the package's extras: pip install 'aoquant[all]'") from None
             command = _command(chosen, rest)
             tyro.cli(command, prog=f"aoquant {chosen}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
         elif chosen in ("", "-h", "--help"):

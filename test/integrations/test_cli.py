@@ -25,6 +25,7 @@ from aoquant.cli import ADVICE
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
 from aoquant.integrations.lm_eval import Perplexity
+from aoquant.tools import doctor
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--window", "256", "--device", "cpu"]
 
@@ -129,6 +130,17 @@ def test_a_run_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkeypat
         assert job.Options(device="cuda").dtype == "bfloat16"
         assert job.Options(device="cpu", model="folder").dtype == dtype
         assert job.Options(device="cpu", dtype="float16").dtype == "float16"
+
+
+def test_the_doctor_needs_no_extras(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "recipes", lambda: [("int4-g32", "yes", "yes", "yes")])
+    for package in ("tyro", "tabulate", "yaml", "tqdm", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    cli.main(["doctor"])
+    assert "| int4-g32 | yes |" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["formats"])
+    assert stopped.value.code == 2 and "aoquant[all]" in capsys.readouterr().err
 
 
 def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
