@@ -15,7 +15,7 @@ SHOWN = 10  # lines of a message
 
 
 class AoquantWarning(UserWarning):
-    """Any warning of aoquant's, so that a program can filter them alone:
+    """Mark every warning of aoquant's, so that a program can filter them alone:
 
     warnings.filterwarnings("error", category=aoquant.AoquantWarning)
     """

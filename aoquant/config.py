@@ -115,7 +115,7 @@ class WeightConfig(AOBaseConfig):
         raise NotImplementedError
 
     def recipe(self) -> LinearRecipe:
-        """The recipe that prepare trains and convert packs."""
+        """Return the recipe that prepare trains and convert packs."""
         activation: str | None = getattr(self, "activation", None)
         transform: Transform | None = getattr(self, "transform", None)
         return activated(LinearRecipe(None, self.weight_format(), transform=transform), activation)

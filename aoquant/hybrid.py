@@ -37,7 +37,7 @@ PAIRS = {"dgrad": BACKWARD[:2], "wgrad": BACKWARD[2:]}
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand is made.
+    """Describe how one operand is made.
 
     format: a name of `list_formats()`, with a transform in front where it has one; None is high precision. source:
         "original" or "forward".
@@ -47,7 +47,7 @@ class Cast:
     source: str = "original"
 
     def operand(self) -> Operand | None:
-        """The recipe's operand; None for high precision."""
+        """Return the recipe's operand; None for high precision."""
         return None if self.format in (None, "high-precision") else get_operand(self.format)
 
 
@@ -129,7 +129,7 @@ class HybridConfig(AOBaseConfig):
         return cls(**dict.fromkeys(BACKWARD, bwd), **options)
 
     def cast(self, slot: str) -> Cast:
-        """The cast of an operand: a name of `LinearRecipe`'s slots."""
+        """Return the cast of an operand: a name of `LinearRecipe`'s slots."""
         found: Cast = getattr(self, slot)
         return found
 
@@ -138,7 +138,7 @@ class HybridConfig(AOBaseConfig):
         return slot.startswith("fprop") and self.cast(slot).format == BASE
 
     def slots(self) -> dict[str, Any]:
-        """The arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
+        """Return the arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
         operands = {slot: self.cast(slot).operand() for slot in BACKWARD}
         sources = {"weight_source": self.cast("dgrad_weight").source, "input_source": self.cast("wgrad_input").source}
         return {**operands, **sources, "save": self.save, **self._delayed()}
@@ -147,7 +147,7 @@ class HybridConfig(AOBaseConfig):
         return {"history": self.amax_history, "select": self.amax_select, "margin": self.amax_margin}
 
     def forward(self) -> dict[str, Operand | None]:
-        """The operands of fprop that the config names, by slot."""
+        """Return the operands of fprop that the config names, by slot."""
         return {s: self.cast(s).operand() for s in FPROP if not self.has_base(s)}
 
     def _why_not(self) -> str | None:
@@ -184,7 +184,7 @@ class HybridConfig(AOBaseConfig):
         return None
 
     def replaced(self, **fields: Any) -> HybridConfig:
-        """This config with other fields."""
+        """Return this config with other fields."""
         return dataclasses.replace(self, **fields)
 
 

@@ -71,7 +71,7 @@ class Masters(nn.Module):
         _watch_optimizers()
 
     def masters(self) -> Iterator[nn.Parameter]:
-        """The float32 masters of packed weights."""
+        """Return the float32 masters of packed weights."""
         return (p for p in self.parameters() if codes_of(p) is not None)
 
     def refresh(self) -> None:

@@ -71,7 +71,7 @@ class Recipe:
     kv_cache: bool = False
 
     def prepare(self, **options: Any) -> QATConfig:
-        """The config of prepare; options are further arguments of `QATConfig`, and win."""
+        """Return the config of prepare; options are further arguments of `QATConfig`, and win."""
         return QATConfig(self.make(), step="prepare", **{**self.training, **options})
 
 
@@ -298,7 +298,7 @@ _RECIPES = {
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe called `name`, or one of two formats: "WEIGHT/ACTIVATION"; "WEIGHT/" keeps activations in high
+    """Return the recipe called `name`, or one of two formats: "WEIGHT/ACTIVATION"; "WEIGHT/" keeps activations in high
     precision.
 
     Example: `get_recipe("nvfp4").make()` is the PTQ config, `get_recipe("quartet").prepare()` the config to train with.
@@ -351,7 +351,7 @@ def mixed(
     *,
     make: Callable[[Recipe], AOBaseConfig] = lambda recipe: recipe.make(),
 ) -> AOBaseConfig:
-    """The config of a recipe, for some layers, with other recipes for others, and some layers left out.
+    """Return the config of a recipe, for some layers, with other recipes for others, and some layers left out.
 
     layers: "NAME" quantises this layer and leaves out all that are not named; "NAME=RECIPE" gives it another recipe.
     skip: names of layers to leave out. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names
@@ -393,7 +393,7 @@ def _apart(config: Any) -> tuple[Any, Any]:
 
 
 def list_recipes() -> list[Recipe]:
-    """All recipes, in the order of the documentation."""
+    """Return all recipes, in the order of the documentation."""
     return list(_RECIPES.values())
 
 

@@ -197,7 +197,7 @@ def register_format(format: Format) -> Format:
 
 
 def get_format(name: str) -> Format | Operand:
-    """The format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform:
+    """Return the format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform:
     "hadamard16+nvfp4".
 
     Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with
@@ -282,7 +282,7 @@ def _numbers(name: str, numbers: str) -> list[float]:
 
 
 def list_formats() -> list[str]:
-    """Names of the standard and registered formats; names put together are formats too: `get_format`, examples in
-    `COMPOSED`.
+    """Return the names of the standard and registered formats; names put together are formats too: `get_format`,
+    examples in `COMPOSED`.
     """
     return [*(f.name for f in _STANDARD), *_REGISTERED]

@@ -50,12 +50,12 @@ class Encoded(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """All but K: codes, scale, zero, outer."""
+        """Return all but K: codes, scale, zero, outer."""
         return self.codes, self.scale, self.zero, self.outer
 
     @property
     def by_row(self) -> Encoded:
-        """The same with an outer scale for each row, (R, 1), as a packed tensor stores it."""
+        """Return the same with an outer scale for each row, (R, 1), as a packed tensor stores it."""
         return self if self.outer is None else self._replace(outer=self.outer.expand(len(self.codes), 1).contiguous())
 
 
@@ -75,12 +75,12 @@ class Scales(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """All but the transform: scale, zero, outer."""
+        """Return all but the transform: scale, zero, outer."""
         return self.scale, self.zero, self.outer
 
     @property
     def copied(self) -> Scales:
-        """The same with scales of its own."""
+        """Return a copy with scales of its own."""
         scale, zero, outer = (None if t is None else t.clone() for t in self.tensors)
         return Scales(scale, zero, outer, self.transform)
 
@@ -96,12 +96,12 @@ class Format:
 
     @property
     def name(self) -> str:
-        """The name that `get_format` takes back."""
+        """Return the name that `get_format` takes back."""
         raise NotImplementedError
 
     @property
     def bits(self) -> int:
-        """Bits of one code."""
+        """Return the bits of one code."""
         raise NotImplementedError
 
     @property
@@ -118,12 +118,12 @@ class Format:
 
     @property
     def block(self) -> int | None:
-        """Values along K that share a scale; None when a whole row or more does."""
+        """Return how many values along K share a scale; None when a whole row or more does."""
         return None
 
     @property
     def block_scale(self) -> torch.dtype | None:
-        """dtype of a block's scale where it takes one byte, float8_e8m0fnu or float8_e4m3fn; None for others."""
+        """Return the dtype of a block's scale of one byte, float8_e8m0fnu or float8_e4m3fn; None for others."""
         return None
 
     @property
@@ -147,31 +147,31 @@ class Format:
 
     @property
     def fixed(self) -> tuple[float, ...]:
-        """The constants in place of a scale of the tensor: part of the name."""
+        """Return the constants in place of a scale of the tensor: part of the name."""
         return ()
 
     @property
     def family(self) -> str:
-        """The family of numbers: two formats of one family can be the operands of one backward GEMM. The name, for a
-        format that has no relatives.
+        """Return the family of numbers: two formats of one family can be the operands of one backward GEMM. The name,
+        for a format that has no relatives.
         """
         return self.name
 
     @property
     def standard(self) -> str:
-        """The published layout whose readers decode the codes and scales as they are: "int", "fp8", "mxfp8", "mxfp4",
-        "nvfp4" or one of ggml's types; "" for none.
+        """Return the published layout whose readers decode the codes and scales as they are: "int", "fp8", "mxfp8",
+        "mxfp4", "nvfp4" or one of ggml's types; "" for none.
         """
         return ""
 
     @property
     def beside(self) -> Format:
-        """The format of an input beside a weight of this format, where a user names none."""
+        """Return the format of an input beside a weight of this format, where a user names none."""
         return self
 
     @property
     def tile_rows(self) -> int:
-        """Rows that share a scale, for scales (ceil(R / tile_rows), G)."""
+        """Return how many rows share a scale, for scales (ceil(R / tile_rows), G)."""
         return 1
 
     @property
@@ -217,7 +217,7 @@ class Format:
 
     @property
     def period(self) -> int:
-        """Values along K after which codes and scales mean the same again: where a matrix may be cut."""
+        """Return after how many values along K codes and scales mean the same again, so a matrix may be cut."""
         return self.block or 1
 
     @property
@@ -232,7 +232,7 @@ class Format:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The smallest and the largest code, of a format of integers."""
+        """Return the smallest and the largest code, of a format of integers."""
         raise NotImplementedError
 
     @property
@@ -241,8 +241,8 @@ class Format:
         return True
 
     def scale_dtype(self, source: torch.dtype) -> torch.dtype | None:
-        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None:
-        as `Encoded` says.
+        """Return the dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider
+        type; None: as `Encoded` says.
         """
         return None
 
@@ -255,29 +255,29 @@ class Format:
         return self.quantize(x_RK, self.measure(x_RK)) if held is None else self.hold(x_RK, held)
 
     def measure(self, x_RK: Tensor) -> Scales:
-        """The scales that x_RK asks for; NaN and Inf in x_RK make their scale NaN or Inf."""
+        """Return the scales that x_RK asks for; NaN and Inf in x_RK make their scale NaN or Inf."""
         raise NotImplementedError
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        """Codes of x_RK under scales that were measured on x_RK."""
+        """Return the codes of x_RK under scales that were measured on x_RK."""
         raise NotImplementedError
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        """Codes of x_RK under scales from elsewhere. Values beyond their range saturate, Inf too; NaN stays
+        """Return the codes of x_RK under scales from elsewhere. Values beyond their range saturate, Inf too; NaN stays
         visible.
         """
         return self.quantize(x_RK, s)
 
     @property
     def widened(self) -> Format | None:
-        """The format of float16 weights: this one, computed in float32, and only scales are rounded to what is stored.
-        None where that is so anyway, or where there is none.
+        """Return the format of float16 weights: this one, computed in float32, and only scales are rounded to what is
+        stored. None where that is so anyway, or where there is none.
         """
         return None
 
     @property
     def narrow(self) -> Format:
-        """The format without `widened`, which says how codes are made and not what they stand for."""
+        """Return the format without `widened`, which says how codes are made and not what they stand for."""
         return self
 
     @property
@@ -286,7 +286,8 @@ class Format:
         return False
 
     def held(self, e: Encoded) -> Scales:
-        """Scales under which `hold` makes the codes and scales of e again: what a layer holds that trains on from them.
+        """Return scales under which `hold` makes the codes and scales of e again: what a layer holds that trains on
+        from them.
 
         Raises:
             ValueError: the format's scales cannot be held.
@@ -297,19 +298,19 @@ class Format:
         return Scales(*(None if m is None or t is None else t.to(m.dtype) for m, t in pairs))
 
     def inside(self, e: Encoded) -> Tensor:
-        """(R, K) float32 values that have e's codes under e's scales: decoded ones, but no zeros where a zero has a
-        signed code, which a sum or a shifted grid would lose.
+        """Return (R, K) float32 values that have e's codes under e's scales: decoded ones, but no zeros where a zero
+        has a signed code, which a sum or a shifted grid would lose.
         """
         return self.decode(e, torch.float32)
 
     def rowwise(self, s: Scales, rows: int) -> Scales:
-        """Held scales of an activation with `rows` rows: a scale of the whole tensor is repeated for every row where
-        codes have no NaN, because a NaN then shows in the scale of its row.
+        """Return the held scales of an activation with `rows` rows: a scale of the whole tensor is repeated for every
+        row where codes have no NaN, because a NaN then shows in the scale of its row.
         """
         return s
 
     def fix(self, *numbers: float) -> Format:
-        """This format with constant scales, which become part of its name: the numbers of `Scales`, in order.
+        """Return this format with constant scales, which become part of its name: the numbers of `Scales`, in order.
 
         Raises:
             ValueError: the format makes a scale for every row or block of its input, or the numbers are no scales.
@@ -319,26 +320,26 @@ class Format:
         )
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        """(R, K) in `dtype`: the matrix that the tensor core multiplies, without `alpha`."""
+        """Return (R, K) in `dtype`: the matrix that the tensor core multiplies, without `alpha`."""
         raise NotImplementedError
 
     def integers(self, e: Encoded) -> Tensor:
-        """(R, K) codes as the integers that the scale multiplies, unpacked, of a format that has such."""
+        """Return (R, K) codes as the integers that the scale multiplies, unpacked, of a format that has such."""
         raise NotImplementedError
 
     def alpha(self, e: Encoded) -> Tensor | None:
-        """(R, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
+        """Return (R, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
         return None
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        """(R, K) in `dtype`: operand times alpha in float32, rounded once."""
+        """Return (R, K) in `dtype`: operand times alpha in float32, rounded once."""
         alpha = self.alpha(e)
         if alpha is None:
             return self.operand(e, dtype)
         return (self.operand(e, torch.float32) * alpha).to(dtype)
 
     def fake_quantize(self, x_RK: Tensor) -> Tensor:
-        """The value that x_RK has after a round trip, in x_RK's dtype. Defined once, for every format."""
+        """Return the value that x_RK has after a round trip, in x_RK's dtype. Defined once, for every format."""
         return self.decode(self.encode(x_RK), x_RK.dtype)
 
     @property
@@ -357,7 +358,7 @@ class Format:
         return all(t is None or t.shape[0] == 2 for t in e.tensors)
 
     def decode_rows(self, e: Encoded, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """(len(ids), K): rows `ids`, 1-D integers, of decode(e, dtype), decoding these rows only."""
+        """Return (len(ids), K): rows `ids`, 1-D integers, of decode(e, dtype), decoding these rows only."""
         rows = e.codes.shape[0]
         if any(t is not None and t.shape[0] not in (1, rows) for t in e.tensors):  # scales of blocks that span rows
             return self.decode(e, dtype).index_select(0, ids)
@@ -367,31 +368,37 @@ class Format:
         return self.decode(Encoded(_take(e.codes, ids), scale, zero, outer, e.k), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
-        """(len(ids), K): rows `ids` of fake_quantize(x_RK), encoding them alone where that is exact and less work."""
+        """Return (len(ids), K): rows `ids` of fake_quantize(x_RK), encoding them alone where that is exact and less
+        work.
+        """
         if self.by_rows and ids.numel() < x_RK.shape[0]:
             return self.fake_quantize(x_RK.index_select(0, ids))
         return self.decode_rows(self.encode(x_RK), ids, x_RK.dtype)
 
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
-        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is
-        `learnable`.
+        """Return the (R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that
+        is `learnable`.
         """
         raise NotImplementedError
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        """(R, K) bool: values that the format's largest code had to clip."""
+        """Return (R, K) bool: values that the format's largest code had to clip."""
         raise NotImplementedError
 
     def floored(self, e: Encoded) -> Tensor:
-        """Bool, scale-shaped: blocks whose scale is the smallest that the format stores, those of zeros among them."""
+        """Return, as bool and scale-shaped, the blocks whose scale is the smallest that the format stores, those of
+        zeros among them.
+        """
         raise NotImplementedError
 
     def planned(self, w_RK: Tensor) -> Encoded:
-        """The shapes and dtypes of encode(w_RK), for a weight on the meta device."""
+        """Return the shapes and dtypes of encode(w_RK), for a weight on the meta device."""
         return self.encode(w_RK)
 
     def bits_per_weight(self, rows: int, k: int) -> float:
-        """Stored bits for each of rows * k values: codes, scales, zeros and outer scale, for a bfloat16 source."""
+        """Return the stored bits for each of rows * k values: codes, scales, zeros and outer scale, for a bfloat16
+        source.
+        """
         e = self.planned(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
         return 8 * sum(t.numel() * t.element_size() for t in e.tensors if t is not None) / (rows * k)
 
@@ -406,7 +413,7 @@ class Format:
         return None
 
     def spread(self, v_TG: Tensor, rows: int) -> Tensor:
-        """(rows, G): a tile's value for each of its rows; v_TG as it is where a tile is one row."""
+        """Return (rows, G): a tile's value for each of its rows; v_TG as it is where a tile is one row."""
         return v_TG if self.tile_rows == 1 else v_TG.repeat_interleave(self.tile_rows, 0)[:rows]
 
     def _tiles(self, v_RG: Tensor) -> Tensor:

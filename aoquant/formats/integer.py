@@ -170,7 +170,8 @@ class Affine(OneScale):
         return (e.scale == self._eps(e.scale.dtype)) | least
 
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
-        """(R, G) float32 gradient of each scale: the sum of grad * d value / d scale over the values that share it.
+        """Return the (R, G) float32 gradient of each scale: the sum of grad * d value / d scale over the values that
+        share it.
 
         value = clamp(rn(x / s)) * s with rn straight through: the derivative is rn(x / s) - x / s, and the largest or
         smallest code where the code is clipped. Source: Esser et al. 2020, equation 3; here a value counts as clipped

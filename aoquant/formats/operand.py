@@ -150,7 +150,7 @@ class Operand:
 
     @property
     def period(self) -> int:
-        """Values along K after which codes, scales and the transform start anew: where a matrix may be cut."""
+        """Return after how many values along K codes, scales and the transform start anew: a matrix may be cut."""
         return self.format.period if self.transform is None else lcm(self.format.period, self.transform.size)
 
     def transformed(self, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
@@ -229,7 +229,7 @@ class Operand:
         return self.format.floored(e)
 
     def fake_quantize(self, x_RK: Tensor) -> Tensor:
-        """The value that x_RK has after a round trip, in x_RK's dtype."""
+        """Return the value that x_RK has after a round trip, in x_RK's dtype."""
         if self.transform is None:
             return self.format.fake_quantize(x_RK)
         values = self.format.decode(self.encode(x_RK), torch.float32)
@@ -240,7 +240,7 @@ class Operand:
         return self.format.saturated(self.transformed(x_RK), e)
 
     def planned(self, w_RK: Tensor) -> Encoded:
-        """The shapes and dtypes of encode(w_RK), for a weight on the meta device."""
+        """Return the shapes and dtypes of encode(w_RK), for a weight on the meta device."""
         if self.transform is None:
             return self.format.planned(w_RK)
         return self.format.encode(w_RK if isinstance(self.format, HighPrecision) else w_RK.float())
@@ -250,8 +250,8 @@ class Operand:
         return 2 * self.transform.size * k if self.transform is not None and self.fitted else 0
 
     def bits_per_weight(self, rows: int, k: int) -> float:
-        """Stored bits for each of rows * k values: codes, scales, zeros, outer scale and matrices, for a bfloat16
-        source.
+        """Return the stored bits for each of rows * k values: codes, scales, zeros, outer scale and matrices, for a
+        bfloat16 source.
         """
         e = self.planned(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
         stored = sum(t.numel() * t.element_size() for t in e.tensors if t is not None)

@@ -54,7 +54,7 @@ class LeaveOut:
 
 
 def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | WeightConfig, LeaveOut]:
-    """(config, filter_fn) for `aoquant.quantize_`.
+    """Return (config, filter_fn) for `aoquant.quantize_`.
 
     config: transformers' `FPQuantConfig`, or the dictionary that it left in a config.json. options: the same by name,
         over the config's.

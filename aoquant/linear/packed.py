@@ -37,7 +37,7 @@ _NAMES = (*_PARTS, "_recipe_key", "_one_call", "_dtype", _OF)
 
 
 class PackedLinear(nn.Linear):
-    """nn.Linear (K -> N) over packed codes. Made by `adopt`, in place, of an nn.Linear with a `PackedTensor`."""
+    """Multiply by packed codes as nn.Linear (K -> N). `adopt` makes it, in place, of one with a `PackedTensor`."""
 
     _recipe_key: str | None = None  # of the weight whose parts these are; None: none that compiled code reads apart
     _one_call: str = ""  # what csrc's operator for few rows is told, a number; "": it does not multiply these

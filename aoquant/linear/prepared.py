@@ -113,7 +113,9 @@ class QATLayer(PreparedModule):
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
-        """(N, K) values that the layer multiplies its input by, in the weight's dtype; W' T behind a transform."""
+        """Return the (N, K) values that the layer multiplies its input by, in the weight's dtype; W' T behind a
+        transform.
+        """
         recipe, e = self.prepared.recipe, self.encode_weight()
         if recipe.transform is None:
             return recipe.fprop_weight.decode(e, self.weight.dtype)

@@ -209,7 +209,7 @@ class LinearRecipe:
 
     @property
     def deployed(self) -> LinearRecipe:
-        """The recipe after convert, without the parts that concern training."""
+        """Return the recipe after convert, without the parts that concern training."""
         return dataclasses.replace(
             self,
             **dict.fromkeys(BACKWARD),  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ class LinearRecipe:
         )
 
     def holding(self, scales: str) -> LinearRecipe:
-        """The recipe with `QATConfig`'s scales: of weights, and learned ones of static activations too."""
+        """Return the recipe with `QATConfig`'s scales: of weights, and learned ones of static activations too."""
         if scales == "dynamic":
             return self
         learned = scales == "learned" and self.input_scales == "static"
@@ -256,7 +256,7 @@ class LinearRecipe:
 
     @property
     def backward_operands(self) -> tuple[Operand, ...]:
-        """The operands of both backward GEMMs that are quantised."""
+        """Return the operands of both backward GEMMs that are quantised."""
         slots = (self.dgrad_grad_output, self.dgrad_weight, self.wgrad_grad_output, self.wgrad_input)
         return tuple(f for f in slots if f is not None)
 
@@ -286,7 +286,7 @@ class LinearRecipe:
 
     @property
     def input_name(self) -> str:
-        """Name of the input's operand, "" for high precision."""
+        """Return the name of the input's operand, "" for high precision."""
         return self.fprop_input.name if self.fprop_input else ""
 
     def __str__(self) -> str:

@@ -202,17 +202,17 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def weight_format(self) -> Format | Operand:
-        """The format, or the operand with its transform, that `format` names."""
+        """Return the format, or the operand with its transform, that `format` names."""
         operand = self.recipe.fprop_weight
         return operand.format if operand.transform is None else operand
 
     @property
     def recipe(self) -> LinearRecipe:
-        """The recipe that the three strings name: made once for all weights that have them."""
+        """Return the recipe that the three strings name: made once for all weights that have them."""
         return recipe_named(self.format, self.activation, self.contract)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(N, K) values that the layer multiplies its input by, W' T behind a transform.
+        """Return the (N, K) values that the layer multiplies its input by, W' T behind a transform.
 
         dtype: of the values; by default the weight's own.
         """

@@ -87,7 +87,7 @@ class Call:
 
     @property
     def x_hp(self) -> Tensor:
-        """x (*lead, K) in high precision."""
+        """Return x (*lead, K) in high precision."""
         assert isinstance(self.given_x, Tensor)
         return self.given_x
 
@@ -99,7 +99,7 @@ class Call:
 
     @property
     def alpha_x(self) -> Tensor | None:
-        """(M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
+        """Return (M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
         if self.x_alpha is not None:
             return self.x_alpha
         return None if self.x is None else self.x_format.alpha(self.x)
@@ -110,7 +110,7 @@ class Call:
         return self.w_format.alpha(self.w) if self.w_alpha is None else self.w_alpha
 
     def x_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
-        """(M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
+        """Return (M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
         if self.x is None:
             x_MK = self.x_hp.reshape(-1, self.k)
             return x_MK if out is None else x_MK.to(out)
@@ -119,7 +119,7 @@ class Call:
         return self.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
 
     def w_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
-        """(N, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
+        """Return (N, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
         if self.w_values is not None:
             return self.w_values.to(out or self.dtype)
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
@@ -130,19 +130,19 @@ class Call:
         return made.matrix.to(out or self.dtype)
 
     def x_decoded(self) -> Tensor:
-        """(M, K) values in `dtype`."""
+        """Return (M, K) values in `dtype`."""
         return self.x_matrix(operand=False)
 
     def w_decoded(self) -> Tensor:
-        """(N, K) values in `dtype`."""
+        """Return (N, K) values in `dtype`."""
         return self.w_matrix(operand=False)
 
     def integers(self) -> tuple[Tensor, Tensor]:
-        """x (M, K) and w (N, K) int8 codes."""
+        """Return x (M, K) and w (N, K) int8 codes."""
         return self.x_format.integers(self.x), self.w_format.integers(self.w)
 
     def shaped(self, y_MN: Tensor) -> Tensor:
-        """(M, N) -> (*lead, N)."""
+        """Reshape (M, N) to (*lead, N)."""
         return y_MN if len(self.lead) == 1 else y_MN.reshape(*self.lead, y_MN.shape[-1])
 
     def plus_bias(self, y_MN: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Call:
         return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
 
     def run(self) -> Tensor:
-        """y (*lead, N), on the fastest backend."""
+        """Return y (*lead, N), on the fastest backend."""
         w, x = self.w_rows, self.given_x
         x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
         sizes = m, w.shape[0], self.k, self.w_operand.scale_dtype(self.given_w)

@@ -77,7 +77,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Every parameter of a model. Print it for a table; `weights` are its rows, small parameters last."""
+    """List every parameter of a model. Print it for a table; `weights` are its rows, small parameters last."""
 
     weights: tuple[Weight, ...]
 
@@ -87,29 +87,31 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of the model's parameters, by elements, in quantised or prepared layers."""
+        """Return the share of the model's parameters, by elements, in quantised or prepared layers."""
         return self._share(w.elements for w in self.weights if w.state in REACHED)
 
     @property
     def bytes_share(self) -> float:
-        """Share of the model's bytes, as it is stored now, in quantised or prepared layers. Packed weights take few."""
+        """Return the share of the model's bytes, as stored now, in quantised or prepared layers. Packed weights take
+        few.
+        """
         total = sum(w.bytes for w in self.weights)
         return sum(w.bytes for w in self.weights if w.state in REACHED) / total if total else 0.0
 
     @property
     def float_weights(self) -> tuple[Weight, ...]:
-        """Matrices that are float, the largest first."""
+        """Return the matrices that are float, the largest first."""
         found = [w for w in self.weights if w.state not in (*REACHED, "small")]
         return tuple(sorted(found, key=lambda w: -w.elements))
 
     @property
     def unexpected(self) -> tuple[Weight, ...]:
-        """Matrices that are float though nothing documented or asked for leaves them out, the largest first."""
+        """Return the matrices that are float though nothing documented or asked for explains it, largest first."""
         return tuple(w for w in self.float_weights if w.state in ("unsupported", "subclass", "incompatible"))
 
     @property
     def problem(self) -> str | None:
-        """A sentence about the unsupported matrices; None when nothing asked for them and they are at most
+        """Return a sentence about the unsupported matrices; None when nothing asked for them and they are at most
         `WORTH_A_WARNING` of the model.
         """
         found = [w for w in self.unexpected if w.state == "unsupported"]
@@ -122,7 +124,7 @@ class Coverage:
         return f"{self.share:.1%} of {self.elements:,} parameters are in quantised layers"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: shares, and the float matrices."""
+        """Return shares, and the float matrices, for JSON."""
         weights = [
             {"names": list(w.names), "shape": list(w.shape), "state": w.state, "why": w.about}
             for w in self.float_weights
@@ -135,7 +137,7 @@ class Coverage:
         }
 
     def to_markdown(self) -> str:
-        """A table with a line for layers that differ in their number only, and a line of totals."""
+        """Return a table with a line for layers that differ in their number only, and a line of totals."""
         lines = ["| parameter | shape | elements | bytes | share | state | |", "|:--|:--|--:|--:|--:|:--|:--|"]
         for names, shape, weights in _grouped(self.weights):
             elements, size = sum(w.elements for w in weights), sum(w.bytes for w in weights)

@@ -10,7 +10,7 @@ METHODS = ("nearest", "gptq", "awq", "smoothquant", "clip", "r1", "r2")
 
 @dataclass(frozen=True)
 class CalibrateConfig:
-    """Arguments of `aoquant.calibrate_ptq`.
+    """Hold the arguments of `aoquant.calibrate_ptq`.
 
     recipe: a recipe's name, a PTQ config of aoquant's or torchao's, or torchao's `FqnToConfig` of these.
     method: one of the following, or several joined by "+", in any order, such as "r1+r2+gptq" or "awq+clip".

@@ -40,7 +40,7 @@ MODEL_OUTPUT = "(model output)"
 
 @dataclass(frozen=True)
 class Report:
-    """Rows of layers, then the row of the models' outputs.
+    """List a row for each layer, then the row of the models' outputs.
 
     bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of
     everything that model a and model b hold. Tied weights count once. coverage: which parameters of model b are
@@ -62,18 +62,18 @@ class Report:
 
     @property
     def not_run(self) -> list[str]:
-        """Layers whose outputs were not compared."""
+        """Return the layers whose outputs were not compared."""
         return [r.fqn for r in self.layers if r.output_sqnr_db is None]
 
     @property
     def min_sqnr(self) -> float:
-        """Lowest output SQNR of a layer; nan if one is nan, or if none was measured."""
+        """Return the lowest output SQNR of a layer; nan if one is nan, or if none was measured."""
         found = self._measured()
         return min(found) if found and not any(map(math.isnan, found)) else math.nan
 
     @property
     def mean_sqnr(self) -> float:
-        """Mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was
+        """Return the mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was
         measured.
         """
         found = self._measured()
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def mean_bits(self) -> float:
-        """Stored bits per weight over all layers."""
+        """Return the stored bits per weight over all layers."""
         weights = sum(math.prod(r.shape) for r in self.layers)
         return sum((r.bits_per_weight or 0.0) * math.prod(r.shape) for r in self.layers) / weights
 
@@ -110,11 +110,11 @@ class Report:
         return render.csv_text(self.rows)
 
     def to_json(self) -> str:
-        """Strict JSON: {"rows": [...], "totals": {...}}."""
+        """Return strict JSON: {"rows": [...], "totals": {...}}."""
         return render.json_text({"rows": [asdict(r) for r in self.rows], "totals": self.totals})
 
     def plot(self, path: Path | str) -> None:
-        """Bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs
+        """Draw bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs
         matplotlib.
         """
         render.bars(self.layers, Path(path))

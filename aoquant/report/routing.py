@@ -36,12 +36,13 @@ class RouterDrift:
 
     @property
     def changed_share(self) -> float:
-        """Share of tokens whose experts are not the same."""
+        """Return the share of tokens whose experts are not the same."""
         return self.changed / self.tokens if self.tokens else 0.0
 
 
 def router_drift(model_a: nn.Module, model_b: nn.Module, batch: Any) -> tuple[RouterDrift, ...]:
-    """The tokens of `batch` that go to other experts in model b than in model a, for each layer of stacked experts.
+    """Return the tokens of `batch` that go to other experts in model b than in model a, for each layer of stacked
+    experts.
 
     batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
     as they are.

@@ -27,7 +27,7 @@ def packed_linear(
     transform: Transform | Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> nn.Linear:
-    """nn.Linear (K -> N) over packed codes.
+    """Return an nn.Linear (K -> N) over packed codes.
 
     codes: (N, K / 2) uint8 or float4_e2m1fn_x2, the lower nibble is the even k. scale: block scales, row-major, e8m0 or
         e4m3 as the format has them, or their bytes. outer: what multiplies in decoding: one number, or one a row; of

@@ -55,7 +55,7 @@ class Hadamard(Transform):
         return self.factor(False) != self.factor(True)
 
     def factor(self, inverse: bool) -> float:
-        """The factor of the sums and differences."""
+        """Return the factor of the sums and differences."""
         h = _ENTRY[self.size]
         return 1 / (self.size * h) if inverse else h
 
