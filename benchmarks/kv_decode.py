@@ -94,8 +94,8 @@ def check_attention(name: str) -> Row:
         got = kv.attend(q, packed[0], packed[1], f, f, scale, scale, None, DIM**-0.5)
         k, v = (f.unpack(p, scale, torch.float32).double().repeat_interleave(HEADS // KV_HEADS, 1) for p in packed)
         p = (q.double() @ k.mT * DIM**-0.5).softmax(-1)
-        error = (got.double() - (p @ v).transpose(1, 2)).abs() / (p @ v.abs()).transpose(1, 2).clamp(min=1e-30)
-        worst = max(worst, error.max().item())
+        error = ((got.double() - (p @ v).transpose(1, 2)).abs() - 1e-6).clamp(min=0)  # a rotated 0 is 1e-8 or so
+        worst = max(worst, (error / (p @ v.abs()).transpose(1, 2).clamp(min=1e-30)).max().item())
     bound = 2.0**-4 if name.startswith("int4") else 2.0**-7  # of sum p |v|; int4 also rounds rotated queries
     assert worst <= bound, f"{name}: attention differs by {worst} of sum p |v|, and {bound} was allowed"
     return {"part": "attention", "format": name, "error": worst, "bound": bound}
