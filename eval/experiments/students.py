@@ -28,8 +28,9 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import quantize_
+from aoquant import KVCacheConfig, QATConfig, quantize_
 from aoquant.integrations.job.models import convert, prepare
+from aoquant.kv import hook
 from aoquant.planning.sizes import stored_bytes
 from aoquant.recipes import get_recipe
 from experiments.rows import Row
@@ -75,7 +76,7 @@ class Student:
             assert made == {"torchao"}, made  # torchao's simulation, not ours
         elif row.kind != "float":
             options = {"scales": "learned"} if row.trick == "scales" else {}
-            prepare(model, get_recipe(row.recipe).prepare(seed=seed, **options), self.blocks_BT, batch_size=8)
+            prepare(model, _training(row.recipe, seed=seed, **options), self.blocks_BT, batch_size=8)
         if row.kind == "lora":
             from peft import LoraConfig, get_peft_model
 
@@ -100,14 +101,21 @@ class Student:
         if row.kind == "torchao":
             torchao_quantize_(model, TORCHAO[row.recipe](), filter_fn=but_the_head)
             return model
-        prepare(model, get_recipe(row.recipe).prepare(), self.blocks_BT, batch_size=8)
+        prepare(model, _training(row.recipe), self.blocks_BT, batch_size=8)
         quantize_(model, _convert())
         return model
 
 
-def _convert() -> Any:
-    from aoquant import QATConfig
+def _training(recipe: str, **options: Any) -> QATConfig:
+    """Return the config that trains a recipe, or KV caches alone: "kv-FORMAT", "kv-FORMAT-query"."""
+    if recipe.startswith("kv-"):
+        name = recipe.removeprefix("kv-")
+        cache = KVCacheConfig(name.removesuffix("-query"), query="fp8" if name.endswith("-query") else None)
+        return QATConfig(cache, step="prepare", **options)
+    return get_recipe(recipe).prepare(**options)
 
+
+def _convert() -> Any:
     return QATConfig(step="convert")
 
 
@@ -116,9 +124,16 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def weight_bits(model: nn.Module, float_model: nn.Module) -> float:
-    """Bits a weight of the layers that `model` quantises, scales included; the dtype's own where there are none."""
+    """Bits a weight of the layers that `model` quantises, scales included; the dtype's own where there are none.
+
+    A model that quantises KV caches alone has the bits of a value in a key.
+    """
     floats = dict(float_model.named_parameters())
     quantised = [(p, floats[n]) for n, p in model.named_parameters() if n in floats and type(p) is not type(floats[n])]
+    if not quantised and (caches := hook.quantised(model)):
+        module = next(iter(caches.values()))
+        k, d = module.kv_quant.config.k_format, module.head_dim
+        return 8.0 * (k.row_bytes(d) + k.scale_bytes) / d
     if not quantised:
         return 8.0 * next(iter(floats.values())).element_size()
     return 8 * sum(stored_bytes(p) for p, _ in quantised) / sum(f.numel() for _, f in quantised)

@@ -3,13 +3,15 @@
 `float-ce` is the float model fine-tuned by cross entropy. `float-kl` is the float model distilled from itself, whose
 gradient is zero: it shows that the loop adds nothing. `torchao-NAME` is trained by torchao's own `QATConfig` and served
 in torchao's converted layers, and again with its trained weights quantised by each recipe of `SERVED`, which has the
-same grid: the kernel or file that aoquant's row of that recipe was trained for.
+same grid: the kernel or file that aoquant's row of that recipe was trained for. `kv-FORMAT` quantises KV caches alone,
+`kv-fp8-query` queries too; none of them is run unless it is named.
 """
 
 from __future__ import annotations
 
 from experiments.rows import Row
 
+from aoquant.formats.kv import KV_NAMES
 from aoquant.recipes import get_recipe
 
 MXFP4 = {"mxfp4-floor": "mxfp4-floor/mxfp4-floor", "mxfp4-ceil": "mxfp4-ceil/mxfp4-ceil"}  # rules without a name
@@ -24,6 +26,7 @@ SERVED = {
     "int8-int4": ("int8-int4",), "fp8": ("fp8",), "mxfp4": ("mxfp4",),
 }  # fmt: skip
 FLOATS = ("float-ce", "float-kl")
+KV = tuple(f"kv-{name}" for name in (*KV_NAMES, "fp8-query"))
 EMBEDDING = (
     "fp8", "int8", "mxfp8", "vllm-fp8", "vllm-int8", "gguf-q8_0", "int4-g32", "int4-g128", "vllm-w4a16-g32",
     "vllm-w4a16-g128", "gguf-q4_0", "int8-int4", "nvfp4", "nvfp4-4over6", "nvfp4-weight", "gridflip-search", "mxfp4",
@@ -35,6 +38,8 @@ def row(name: str) -> Row:
     """Return the row of a name. Raises ValueError for a name that is none."""
     if name in ("float", *FLOATS):
         return Row(name, "", "float")
+    if name in KV:
+        return Row(name, "", "aoquant", name)
     kind, _, recipe = name.partition("-")
     if kind == "torchao" and recipe in SERVED:
         return Row(name, "", "torchao", recipe)
