@@ -1,9 +1,10 @@
-"""From the CSVs of public models to docs/evidence/real-models.md.
+"""From the CSVs of public models to docs/evidence/real-models.md, and to the table of docs/kv-cache.md.
 
     python eval/real_models/publish.py
 
 Reads benchmarks/results/real_gemma_first.csv and real_minilm.csv, which `python eval/real_models` wrote, and writes
-what stands between the page's pairs of marks. Nothing is typed by hand, so that the page has the numbers of the runs.
+what stands between the page's pairs of marks. The page on KV caches gets real_gemma_kv.csv and real_demo_kv.csv, where
+these exist. Nothing is typed by hand, so that the pages have the numbers of the runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from real_models import rows  # noqa: E402
 Line = dict[str, str]
 TOKENS = "500000"
 PERPLEXITY = "wikitext_word_perplexity"
-PAGE = "docs/evidence/real-models.md"
+PAGE, KV_PAGE = "docs/evidence/real-models.md", "docs/kv-cache.md"
+KV_MODELS = {
+    "gemma": "Gemma 3 270M (one key-value head of 256 values)",
+    "demo": "The demo model (4.9 M parameters, two key-value heads of 64 values)",
+}
 
 
 def read(name: str, root: Path = ROOT) -> list[Line]:
@@ -127,8 +132,47 @@ def embeddings(lines: Sequence[Line]) -> str:
     return table(("recipe, PTQ", "bits", "1 - cosine", "top-10", "nearest"), made)
 
 
+def kv_caches(root: Path = ROOT) -> str:
+    """Return the tables of KV formats, for each model that was measured."""
+    made = []
+    for model, about in KV_MODELS.items():
+        if (root / "benchmarks" / "results" / f"real_{model}_kv.csv").exists():
+            made += [*kv_table(about, read(f"real_{model}_kv", root))]
+    return "\n\n".join(made)
+
+
+def kv_table(about: str, lines: Sequence[Line]) -> tuple[str, str]:
+    """Return one model's table, and what was measured. The float model's perplexity is the first row."""
+    (plain,) = only(lines, stage="float")
+    found = [("high precision", "16.00", cell([plain], PERPLEXITY), "", "0.0000", "", "")]
+    for line in sorted(only(lines, stage="ptq"), key=lambda line: float(line["wikitext_kl"])):
+        of = only(lines, row=line["row"], stage="qat")
+        name = line["row"].removeprefix("kv-")
+        equal = ("yes" if all(t["equal"] == "True" for t in of) else "no") if of else ""
+        found.append((
+            f"`{name.removesuffix('-query')}`{', queries too' if name.endswith('-query') else ''}",
+            f"{float(line['bits']):.2f}", cell([line], PERPLEXITY), cell(of, PERPLEXITY),
+            cell([line], "wikitext_kl", ".4f"), cell(of, "wikitext_kl", ".4f"), equal,
+        ))  # fmt: skip
+    heads = ("format", "bits", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted")
+    trained = only(lines, stage="qat")
+    tokens, seeds = ({line[name] for line in trained} for name in ("tokens", "seed"))
+    device, torch, commit, date = (plain[name] for name in ("device", "torch", "commit", "date"))
+    budget = (
+        f"QAT by distillation, {'/'.join(sorted(tokens))} tokens, {len(seeds)} seed(s), ± over seeds. "
+        if trained
+        else ""
+    )
+    said = (
+        f"{about}; layers stay in bfloat16. Word perplexity on WikiText-2's test pages, KL to the float model in nats a "
+        f"token. {budget}{device}, PyTorch {torch}, commit {commit}, {date[:10]}, `{plain['command']}`."
+    )
+    return table(heads, found), wrapped(said)
+
+
 def publish(root: Path = ROOT) -> None:
-    """Write the page."""
+    """Write the pages."""
+    pages.between(root / KV_PAGE, "measured", kv_caches(root))
     for name, made in contents(read("real_gemma_first", root), read("real_minilm", root)).items():
         pages.between(root / PAGE, name, made)
 

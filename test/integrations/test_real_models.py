@@ -76,6 +76,21 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
         real.main([*call, "--rows", "int9"])
 
 
+def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
+    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
+    given += ["--tokens", "512", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    real.main([*map(str, given), "--rows", "kv-fp8-query", "kv-int4-token-head"])
+    base, *others = lines(tmp_path / "r.csv")
+    assert [(line["row"], line["stage"]) for line in others] == [
+        (row, stage) for row in ("kv-fp8-query", "kv-int4-token-head") for stage in ("ptq", "qat")
+    ]
+    assert [float(line["bits"]) for line in (base, *others)] == [16, 8, 8, 6, 6]  # 16 values and a scale of 32 bits
+    assert all(float(line["wikitext_kl"]) > 0 for line in others)
+    assert [line["equal"] for line in others] == ["", "True", "", "True"]
+
+
 def test_rows_of_an_embedding_model(real: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = BertModel._from_config(BertConfig(vocab_size=256, initializer_range=0.2, **SIZE))
@@ -136,5 +151,7 @@ def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
     page = (ROOT / publish.PAGE).read_text(encoding="utf-8")
     for name, made in publish.contents(gemma, minilm).items():
         assert f"<!-- {name} -->\n\n{made}\n\n<!-- end of {name} -->" in page
+    kv_page = (ROOT / publish.KV_PAGE).read_text(encoding="utf-8")
+    assert f"<!-- measured -->\n\n{publish.kv_caches()}\n\n<!-- end of measured -->" in kv_page
     ours = [line for line in gemma if line["stage"] == "qat" and not line["served"]]
     assert ours and [line["row"] for line in ours if line["equal"] != "True"] == []
