@@ -10,8 +10,8 @@ build    A source distribution, and from it two wheels: pure Python, and Linux x
          every Python and every torch from 2.11 on (they use LibTorch's stable ABI). Both are made twice under the
          commit's date, and must have the same bytes. `auditwheel` finds the oldest glibc; torch's libraries stay
          outside. `twine check --strict` reads the descriptions.
-try      The wheel alone in an empty environment, outside of the checkout: import, `aoquant doctor`, the demo, and the
-         tests of formats, layers and files. Gigabytes of torch for each environment.
+try      The wheel in an empty environment, outside of the checkout: import and `aoquant doctor` without extras; with
+         them the doctor, the demo, and the tests of formats, layers and files. Gigabytes of torch for each environment.
 
 CUDA kernels are no part of a wheel: `pip install --no-build-isolation aoquant` builds them from the source
 distribution, where nvcc and a CUDA torch are.
@@ -180,16 +180,18 @@ def try_out(python: str, constraints: str | None) -> None:
         run(python, "-m", "venv", home / "venv")
         bin = home / "venv/bin"
         pins = ("-c", ROOT / constraints) if constraints else ()
-        wanted = f"aoquant[all,test]=={version()}"
-        run(bin / "pip", "install", "--quiet", "--find-links", DIST, "--only-binary", "aoquant", *pins, wanted, env=env)
-        for folder in {name.split("/")[1] for name in TESTS} | {"support", "golden"}:
-            shutil.copytree(ROOT / "test" / folder, home / "test" / folder)
-        for name in ("test/conftest.py", "pyproject.toml"):
-            shutil.copy(ROOT / name, home / name)
+        pip = (bin / "pip", "install", "--quiet", "--find-links", DIST, "--only-binary", "aoquant", *pins)
+        run(*pip, f"aoquant=={version()}", env=env)
         asked = "import aoquant, torch; print(aoquant.__version__, aoquant.__file__, torch.__version__)"
         where = run(bin / "python", "-c", asked, cwd=home, env=env)
         if version() not in where or str(home) not in where:
             raise SystemExit(f"another aoquant was imported: {where}")
+        run(bin / "aoquant", "doctor", cwd=home, env=env)
+        run(*pip, f"aoquant[all,test]=={version()}", env=env)
+        for folder in {name.split("/")[1] for name in TESTS} | {"support", "golden"}:
+            shutil.copytree(ROOT / "test" / folder, home / "test" / folder)
+        for name in ("test/conftest.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, home / name)
         run(bin / "aoquant", "doctor", cwd=home, env=env)
         run(bin / "aoquant", "run", "--out", home / "run", cwd=home, env=env)
         marks = "not gpu and not slow and not nightly"
