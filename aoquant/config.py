@@ -378,7 +378,15 @@ def named(config: Any) -> Any:
     if isinstance(config, str):
         return FIND[0](config).make()
     if isinstance(config, FqnToConfig) and any(isinstance(c, str) for c in config.fqn_to_config.values()):
-        return by_layer({name: named(c) for name, c in config.fqn_to_config.items()})
+        parts = {name: apart(named(c)) for name, c in config.fqn_to_config.items()}
+        cached = {name: cache for name, (_, cache) in parts.items() if cache is not None}
+        if wrong := [name for name in cached if name != "_default"]:
+            raise ValueError(
+                f"{wrong[0]}: {config.fqn_to_config[wrong[0]]} has a KV cache, which goes by the names of attention modules: give "
+                "it to _default, or a recipe without a cache here and a KVCacheConfig to those"
+            )
+        of_caches = {ALL_CACHES: cached["_default"]} if cached else {}
+        return by_layer({name: layers for name, (layers, _) in parts.items()} | of_caches)
     return config
 
 

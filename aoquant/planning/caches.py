@@ -92,6 +92,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         if isinstance(own, QATConfig) and own.step == "convert":
             if quant is not None and not quant.converted:
                 found.converted.append(fqn)
+                _check_same(fqn, quant.config, own.kv_cache)
         elif isinstance(own, QATConfig):
             found.prepared[fqn] = own.kv_cache
         else:
@@ -104,6 +105,15 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         )
     _check(model, found, skip_incompatible)
     return found
+
+
+def _check_same(fqn: str, prepared: KVCacheConfig, given: KVCacheConfig | None) -> None:
+    """Raise ValueError where convert is given another config than prepare was."""
+    if given not in (None, prepared):
+        raise ValueError(
+            f"{fqn}: its KV cache was prepared with {prepared}, and convert is given {given}: give convert the same, or none; "
+            "the model is unchanged"
+        )
 
 
 def _warn_of_names(modules: dict[str, nn.Module], config: Any, *, alone: bool) -> None:

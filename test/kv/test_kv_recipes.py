@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.convert_cases import assert_same_files
+from torchao.quantization import FqnToConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import aoquant
@@ -83,6 +84,24 @@ def test_layers_and_skip_keep_the_cache(trains: bool) -> None:
     assert all(isinstance(p if trains else p.weight, kind) for p in parts)
     names = {(p.prepared.recipe if trains else p.weight.recipe).fprop_weight.name for p in parts}
     assert names == {"int4-g32", "q8_0"}
+
+
+def test_a_recipe_by_name() -> None:
+    model = llama()
+    quantize_(model, FqnToConfig({r"re:.*layers\.0\..*": "int4-g32", "_default": FLAG}))
+    names = [m.self_attn.q_proj.weight.recipe.fprop_weight.name for m in model.model.layers]
+    assert names == ["int4-g32", "q8_0"] and len(hook.quantised(model)) == 2
+    with pytest.raises(ValueError, match=r"re:\.\*mlp.*has a KV cache"):
+        quantize_(llama(), FqnToConfig({r"re:.*mlp.*": FLAG}))
+
+
+def test_convert_takes_the_cache_of_prepare() -> None:
+    model = llama()
+    quantize_(model, QATConfig(FLAG))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*prepared with.*q8_0.*int8"):
+        quantize_(model, QATConfig(FLAG, kv_cache="int8-token-head", step="convert"))
+    assert not model.model.layers[0].self_attn.kv_quant.converted
+    quantize_(model, QATConfig(FLAG, step="convert"))
 
 
 def test_a_filter_chooses_layers() -> None:
