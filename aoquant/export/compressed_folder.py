@@ -67,7 +67,7 @@ def describe(source: Source, contents: Contents) -> Description:
         f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(source.names_of(modules))})
         for i, (scheme, modules) in enumerate(groups.values())
     }
-    formats = {scheme.format for scheme in schemes.values()}
+    formats = {scheme.format for scheme in schemes.values()} or {CompressionFormat.dense.value}  # a KV cache alone
     config = QuantizationConfig(
         config_groups=schemes,
         format=formats.pop() if len(formats) == 1 else "mixed-precision",

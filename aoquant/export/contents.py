@@ -100,7 +100,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
             + listed(problems)
             + "\nOr leave layers in high precision: skip=[...] (--skip)"
         )
-    if not layers:
+    if not layers and quantised:
         raise ValueError("skip names every quantised layer: there is nothing to export")
     for note, modules in notes.items():
         warnings.warn(

@@ -99,8 +99,9 @@ class _Decided(NamedTuple):
 def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]) -> _Decided:
     """Decide everything that the file will hold, nothing written."""
     architecture = _architecture(source)
-    kv_cache.scheme_of(source.modules, "gguf")
+    scheme = kv_cache.scheme_of(source.modules, "gguf")
     contents = contents_of(source, store, skip, "gguf")
+    kv_cache.check_layers(contents.layers, scheme, "gguf")
     entries = _entries(source, contents, architecture)
     writer = gguf.GGUFWriter(None, architecture.name)  # the file is named when it is written
     writer.add_string(*gguf_checksum.PLACEHOLDER)

@@ -88,6 +88,7 @@ def decide(
     """The contents of the folder and its description, nothing written. ValueError: what the target cannot hold."""
     contents = contents_of(source, store, skip, target)
     scheme = kv_cache.scheme_of(source.modules, target)
+    kv_cache.check_layers(contents.layers, scheme, target)
     if scheme is not None:
         contents.floats.update(kv_cache.weights_of(source.modules, source.weights, target))
     description = describe(source, contents)

@@ -99,6 +99,15 @@ def scheme_of(modules: Mapping[str, nn.Module], target: str) -> KVCacheConfig | 
     return config
 
 
+def check_layers(layers: Mapping[str, Any], scheme: KVCacheConfig | None, target: str) -> None:
+    """Raise ValueError for float layers where the target's files say nothing of the KV cache either."""
+    if not layers and (scheme is None or target != "compressed-tensors"):
+        raise ValueError(
+            f"the layers are float, and {target} files say nothing of this KV cache alone: save the model by model.save_pretrained, "
+            "and serve it with the engine's option for the cache; or quantise layers, too"
+        )
+
+
 def _warn(said: str) -> None:
     warnings.warn(said, AoquantWarning, stacklevel=6)
 

@@ -161,7 +161,8 @@ def _of_checkpoint(folder: Path) -> Source:
 
 
 def _checked(source: Source) -> Source:
-    if all(weight.tensor_class == "Tensor" for weight in source.weights.values()):
+    cached = hook.quantised(source.modules[""])
+    if not cached and all(weight.tensor_class == "Tensor" for weight in source.weights.values()):
         raise ValueError("no layer of the model is quantised: call aoquant.quantize_ first; there is nothing to export")
     return source
 

