@@ -58,8 +58,8 @@ def test_static_bytes_are_the_references(name: str, values: tuple[float, ...], d
 def test_token_head_bytes_are_near_the_references(name: str, d: int) -> None:
     """Codes differ by one step at most, scales by two units in the last place.
 
-    int4's rotation sums in another order on a GPU, and a row's largest or smallest value may round to bfloat16's
-    neighbour: scales then differ by 2^-7 of themselves at most.
+    int4: a row whose largest and smallest values are each other's negative has its zero point at a tie of 7.5, and an
+    inexact quotient falls to either side.
     """
     x, f = rows(d, 2, 3, 4099), get_kv_format(name)
     assert kv.writes(f, x, None)
@@ -69,9 +69,9 @@ def test_token_head_bytes_are_near_the_references(name: str, d: int) -> None:
     ulp, same = 2, torch.ones_like(scales[0], dtype=torch.bool)
     if name == "int4-token-head":
         same = scales[0] & 15 == scales[1] & 15  # another zero point shifts all codes of its row
-        assert (~same).float().mean() < 0.005
+        assert (~same).float().mean() < 0.02
         codes = [torch.stack((c & 15, c >> 4), -1).flatten(-2) for c in codes]
-        ulp = 1 << 16
+        ulp = 16
     elif name == "int8-token-head":
         codes = [c.view(torch.int8) for c in codes]
     assert ((scales[0] - scales[1]).abs()[same] <= ulp).all()
