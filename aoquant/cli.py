@@ -318,8 +318,6 @@ def recipes(asked: str | None = None) -> None:
         found = choosing.find(asked)
         _print_table(choosing.rows(found, code=False), choosing.HEADS)
         caption = f"bits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}"
-        if any(choice.recipe in choosing.measured(choosing.MEASURED_MOE) for choice in found):
-            caption += f" Experts: {choosing.source(choosing.MEASURED_MOE)}"
         print(f"\n{markdown.wrapped(caption, 100)}")
         return
     _print_table([(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves"))

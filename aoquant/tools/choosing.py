@@ -1,8 +1,8 @@
 """Which recipe for which engine, GPU and budget: docs/choosing.md's table, and `aoquant recipes --for "vllm h100"`.
 
-A choice names the engine and the GPU by judgement of their kernels. The last columns are measured: measured.csv's, and
-for experts measured_moe.csv's, which `eval/experiments` writes. They order the recipes of one small model, and another
-model's gaps will be others.
+A choice names the engine and the GPU by judgement of their kernels. The last columns are measured on a public model:
+measured.csv's, which `eval/real_models` writes. They order the recipes of that model, and another model's gaps will be
+others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from aoquant.tools.markdown import table
 
 MEASURED = Path(__file__).with_name("measured.csv")
-MEASURED_MOE = Path(__file__).with_name("measured_moe.csv")
 ANY = "any"
 HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float", "seeds")
 _DEVICES = {
@@ -179,12 +178,14 @@ def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A line of measured.csv: bits a weight, and word perplexities. qat: the mean over seeds. seeds: their number."""
+    """A line of measured.csv: bits a weight, and word perplexities. qat: the mean over seeds, None where it was not
+    trained. seeds: their number.
+    """
 
     bits: float
     float_model: float
     ptq: float
-    qat: float
+    qat: float | None
     seeds: int
 
 
@@ -195,7 +196,8 @@ def measured(path: Path = MEASURED) -> dict[str, Measured]:
         lines = [line for line in file if not line.startswith("#")]
     found = dict[str, Measured]()
     for row in csv.DictReader(lines):
-        bits, base, ptq, qat = (float(row[name]) for name in ("bits", "float", "ptq", "qat"))
+        bits, base, ptq = (float(row[name]) for name in ("bits", "float", "ptq"))
+        qat = float(row["qat"]) if row["qat"] else None
         found[row["recipe"]] = Measured(bits, base, ptq, qat, int(row["seeds"]))
     return found
 
@@ -212,15 +214,15 @@ def rows(
     code: bool = True,
     numbers: Mapping[str, Measured] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Cells under `HEADS`; recipe and config as markdown's code where `code`. numbers: of both files by default."""
-    found = {**measured(MEASURED_MOE), **measured()} if numbers is None else numbers
+    """Cells under `HEADS`; recipe and config as markdown's code where `code`. numbers: of measured.csv by default."""
+    found = measured() if numbers is None else numbers
     mark = "`" if code else ""
     made: list[tuple[str, ...]] = []
     for c in choices:
         cells: tuple[str, ...] = ("not measured", "", "", "")
         if (m := found.get(c.recipe)) is not None:
-            ratios = m.ptq / m.float_model, m.qat / m.float_model
-            cells = (f"{m.bits:.2f}", *(f"{ratio:.3f}" for ratio in ratios), str(m.seeds))
+            trained = ("", "") if m.qat is None else (f"{m.qat / m.float_model:.3f}", str(m.seeds))
+            cells = (f"{m.bits:.2f}", f"{m.ptq / m.float_model:.3f}", *trained)
         made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *cells))
     return made
 

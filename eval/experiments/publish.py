@@ -2,14 +2,13 @@
 
     benchmarks/results/experiments{.csv,.md,_runs.jsonl}          every row, the same to read, every run
     benchmarks/results/pretrain_llama.json, ..._loss.csv          what pretrain.py logged beside the model, with --model
-    aoquant/tools/measured{,_moe}.csv                             `aoquant recipes --for`, and docs/choosing.md's table
     docs/figures/bits.svg                                         perplexity against bits a weight
-    README.md, between two pairs of marks                         headline rows beside torchao's; a note, and the figure
     docs/evidence/experiments.md, between pairs of marks          all rows; both losses; torchao's by cross entropy;
                                                                   tricks; costs; seconds; checks
 
 `--publish earlier` and `--publish moe` write the first two of another model, under its name; experts have the second
-table of docs/evidence/experiments.md, and measured_moe.csv. Numbers of two models are not compared.
+table of docs/evidence/experiments.md. Numbers of two models are not compared. The README and docs/choosing.md show
+public models: `eval/real_models/publish.py`.
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -27,7 +26,6 @@ from pathlib import Path
 
 import pages
 
-from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
 from experiments import costs, losses, torchao_by_cross_entropy, tricks_page
 from experiments.checked import checked
@@ -52,21 +50,20 @@ SCORES = ("recipe", "bits", "PTQ", "QAT", "recovered, %", TORCHAO, "recovered, %
 @dataclass(frozen=True)
 class Destination:
     """Where one model's table goes. results, log: names in benchmarks/results; mark: of its place in
-    docs/evidence/experiments.md, "" for none; option: of the model; measured: the file of aoquant/tools, "" for none.
+    docs/evidence/experiments.md, "" for none; option: of the model.
     """
 
     results: str
     log: str
     mark: str
     option: str = "--model"
-    measured: str = ""
 
 
 MAIN = "main"
 DESTINATIONS = {
-    MAIN: Destination("experiments", "pretrain_llama", "all rows", measured="measured.csv"),
+    MAIN: Destination("experiments", "pretrain_llama", "all rows"),
     "earlier": Destination("experiments_earlier", "pretrain_llama_earlier", ""),
-    "moe": Destination("experiments_moe", "pretrain_moe", "experts", "--moe-model", "measured_moe.csv"),
+    "moe": Destination("experiments_moe", "pretrain_moe", "experts", "--moe-model"),
 }
 
 
@@ -88,18 +85,14 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
         shutil.copyfile(out / source, results / f"{made.results}{target}")
     pages.between(page, "durations", durations(results))
     pages.between(page, "checked", checked(results))
-    source = choosing.source(out / "measured.csv")
     if made.mark:
+        source = (out / "source.txt").read_text(encoding="utf-8")
         pages.between(page, made.mark, f"{all_rows(rows)}\n\n{note_of_all(rows, source, made)}")
-    if made.measured:
-        write_choices(out, made.measured, root)
     if name == MAIN:
         pages.between(page, "costs", costs.page(costs.published(results)))
         pages.between(page, "losses", losses.published(results))
         pages.between(page, "torchao by cross entropy", torchao_by_cross_entropy.published(results))
         pages.between(page, "tricks", tricks_page.published(results))
-        pages.between(root / "README.md", "experiments", readme(rows))
-        pages.between(root / "README.md", "note on experiments", note(rows, source))
         subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
@@ -124,19 +117,6 @@ def read(results: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_choices(out: Path, name: str, root: Path) -> None:
-    """Write the measurements `name`, and the table of docs/choosing.md from those of both models."""
-    tools, page = root / "aoquant" / "tools", root / "docs" / "choosing.md"
-    shutil.copyfile(out / "measured.csv", tools / name)
-    choosing.measured.cache_clear()
-    numbers = {**choosing.measured(tools / "measured_moe.csv"), **choosing.measured(tools / "measured.csv")}
-    lines = page.read_text(encoding="utf-8").split("\n")
-    first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
-    last = lines.index("", first)
-    lines[first:last] = choosing.markdown(numbers).split("\n")
-    page.write_text("\n".join(lines), encoding="utf-8")
-
-
 def trained(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """aoquant's rows that were trained, LoRA's among them, each under the loss that pages show; without tricks."""
     return [r for r in rows if r["published"] == "True" and r["kind"] in ("aoquant", "lora") and not r["trick"]]
@@ -145,15 +125,6 @@ def trained(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
 def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """The headline rows of these."""
     return [r for r in trained(rows) if r["headline"] == "True"]
-
-
-def readme(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return the table of headline rows, each with the perplexity of the torchao row that it is compared with."""
-    lines = [
-        (f"`{row['recipe']}`", *scores(row), recovery(row)[0], recovery(beside(rows, row))[0])
-        for row in headlines(rows)
-    ]
-    return table(("recipe", "bits", "PTQ", "QAT", TORCHAO), lines)
 
 
 def all_rows(rows: Sequence[Mapping[str, str]]) -> str:
@@ -197,21 +168,6 @@ def recovery(row: Mapping[str, str]) -> tuple[str, str]:
     return cell("QAT", ".2f"), cell("recovered %", ".1f")
 
 
-def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
-    """Return the paragraph below the README's table, wrapped as its other text is, and the figure."""
-    shown = headlines(rows)
-    theirs = [other for row in shown if (other := beside(rows, row))]
-    seeds = f"{numbers_of_seeds(shown)} seeds" + f", {numbers_of_seeds(theirs)} of torchao's" * bool(theirs)
-    words = (
-        f"{source.replace('mean over seeds', f'mean over {seeds}')} Scores are of converted models, unless marked; "
-        f"±: deviation over seeds. {floats(rows)}torchao: the same budget, by its own `QATConfig`. "
-        f"{as_prepared(rows, shown)}{wider(rows, shown)}Prepared equals converted in every run of aoquant's. "
-        "[All rows](docs/evidence/experiments.md), with [speed, memory and size](docs/evidence/experiments.md#what-it-costs)."
-    )
-    picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
-    return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"
-
-
 def note_of_all(rows: Sequence[Mapping[str, str]], source: str, made: Destination) -> str:
     """Return what stands below a table of docs/evidence/experiments.md."""
     compared = any(beside(rows, row) for row in trained(rows))
@@ -222,12 +178,6 @@ def note_of_all(rows: Sequence[Mapping[str, str]], source: str, made: Destinatio
         f"[loss](../../benchmarks/results/{made.log}_loss.csv)."
     )
     return wrapped(words).replace(UNBROKEN, " ")
-
-
-def numbers_of_seeds(rows: Sequence[Mapping[str, str]]) -> str:
-    """Of these rows: "5", or from the least to the most."""
-    found = sorted({int(row["seeds"]) for row in rows})
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def floats(rows: Sequence[Mapping[str, str]]) -> str:

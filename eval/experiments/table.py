@@ -234,7 +234,7 @@ def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, 
     head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     abouts = "\n".join(f"- `{row.name}`: {row.about}" for row in rows.values() if any(x.row is row for x in made))
     (out / "results.md").write_text(f"# Experiments\n\n{head}\n\n{body}\n\n{abouts}\n", encoding="utf-8")
-    write_measured(out / "measured.csv", made, facts)
+    (out / "source.txt").write_text(source(made, facts), encoding="utf-8")
     plot(out, made, losses)
     return body
 
@@ -244,8 +244,8 @@ def plain(row: Row, model: str = "dense") -> bool:
     return row.kind == "aoquant" and row.model == model and not row.trick
 
 
-def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -> None:
-    """What `aoquant recipes --for` and docs/choosing.md read: plain rows under the loss that pages show.
+def source(made: Sequence[Line], facts: Mapping[str, Any]) -> str:
+    """Return the sentence on model, budget, device and date, which pages show below the table.
 
     Of the dense model, or of the model of experts where it is alone.
     """
@@ -254,15 +254,7 @@ def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -
     size, tokens = facts.get(f"{model} parameters"), facts[f"{model} tokens a run"] / 1e6
     known = f" with {size / 1e6:.1f} M parameters" if size else ""
     by = " or ".join(sorted({LOSS_IN_WORDS[line.loss] for line in shown}, reverse=True))
-    words = (
+    return (
         f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT by {by}, "
         f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {facts['date']}."
     )
-    with path.open("w", newline="", encoding="utf-8") as file:
-        file.write(f"# {words}\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["recipe", "bits", "float", "ptq", "qat", "seeds"])
-        for line in shown:
-            scores = list(line.perplexities.values())
-            numbers = (line.runs[max(line.runs)]["weight_bits"], line.float_model, line.ptq, mean(scores))
-            writer.writerow([line.row.recipe, *(f"{n:.3f}" for n in numbers), len(scores)])

@@ -1,15 +1,19 @@
-"""From the CSVs of public models to docs/evidence/real-models.md, and to the table of docs/kv-cache.md.
+"""From the CSVs of public models to the pages that show them.
 
     python eval/real_models/publish.py
 
-Reads benchmarks/results/real_gemma_first.csv and real_minilm.csv, which `python eval/real_models` wrote, and writes
-what stands between the page's pairs of marks. The page on KV caches gets real_gemma_kv.csv and real_demo_kv.csv, where
-these exist. Nothing is typed by hand, so that the pages have the numbers of the runs.
+    benchmarks/results/real_gemma.csv, real_minilm.csv      read: what `python eval/real_models` wrote
+    benchmarks/results/real_gemma_kv.csv, real_demo_kv.csv  read where these exist: KV caches
+    aoquant/tools/measured.csv                              `aoquant recipes --for`, and docs/choosing.md's table
+    README.md, docs/evidence/real-models.md                 between pairs of marks; docs/kv-cache.md, too
+
+A table is of one budget, `TOKENS`. Nothing is typed by hand, so that a page has the numbers of the runs.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +25,14 @@ sys.path[:0] = [str(ROOT / "eval")]
 
 import pages  # noqa: E402
 
+from aoquant.tools import choosing  # noqa: E402
 from aoquant.tools.markdown import table, wrapped  # noqa: E402
 from real_models import rows  # noqa: E402
 
 Line = dict[str, str]
 TOKENS = "500000"
 PERPLEXITY = "wikitext_word_perplexity"
+HEADLINES = ("int4-g128", "vllm-w4a16-g128", "gguf-q4_0", "nvfp4", "mxfp4", "fp8")
 PAGE, KV_PAGE = "docs/evidence/real-models.md", "docs/kv-cache.md"
 KV_MODELS = {
     "gemma": "Gemma 3 270M (one key-value head of 256 values)",
@@ -58,6 +64,11 @@ def cell(lines: Sequence[Line], name: str, form: str = ".2f") -> str:
     return f"{mean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
 
 
+def recovered(float_model: float, ptq: float, qat: float) -> float:
+    """Return the share of PTQ's loss that QAT wins back, (PTQ - QAT) / (PTQ - float) in log perplexity."""
+    return math.log(ptq / qat) / math.log(ptq / float_model)
+
+
 def quantised(lines: Sequence[Line], tokens: str = TOKENS) -> list[tuple[str, Line, list[Line]]]:
     """Return (recipe, PTQ, QAT over seeds) of each row of aoquant's, best first; those not trained on a budget last."""
     found = [
@@ -67,33 +78,66 @@ def quantised(lines: Sequence[Line], tokens: str = TOKENS) -> list[tuple[str, Li
     return sorted(found, key=lambda row: (not row[2], average(row[2] or [row[1]], PERPLEXITY)))
 
 
-def source(lines: Sequence[Line]) -> str:
+def source(lines: Sequence[Line], tokens: str = TOKENS) -> str:
     """Return the sentence that says what was measured, on what."""
-    trained = only(lines, stage="qat", tokens=TOKENS)
-    devices, torch, commits = (
-        ", ".join(dict.fromkeys(line[name] for line in trained)) for name in ("device", "torch", "commit")
-    )
-    days = " to ".join(
-        dict.fromkeys((min(line["date"] for line in trained)[:10], max(line["date"] for line in trained)[:10]))
-    )
+    trained = only(lines, stage="qat", tokens=tokens)
+    devices = ", ".join(dict.fromkeys(line["device"] for line in trained))
+    days = sorted({line["date"][:10] for line in trained})
+    seeds = sorted({len(row[2]) for row in quantised(lines, tokens) if row[2]})
     return (
-        "Word perplexity on WikiText-2's test pages by lm-eval's windows of 1024 tokens; QAT by distillation, "
-        f"{int(TOKENS) / 1e6:g} M tokens, one seed. {devices}, PyTorch {torch}, commit {commits}, {days}."
+        "Word perplexity on WikiText-2's test pages, windows of 1024 tokens after BOS, of Gemma 3 270M, whose public weights had "
+        f"been rounded once before (Q4_K_M); QAT by distillation, {int(tokens) / 1e6:g} M tokens, "
+        f"{' to '.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seed{'s' * (seeds[-1] > 1)}. "
+        f"{devices}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
     )
+
+
+def measured(lines: Sequence[Line]) -> str:
+    """Return aoquant/tools/measured.csv."""
+    base = average(only(lines, stage="float"), PERPLEXITY)
+    made = [f"# {source(lines)}", "recipe,bits,float,ptq,qat,seeds"]
+    for recipe, untrained, trained in quantised(lines):
+        numbers = (f"{float(n):.3f}" for n in (untrained["bits"], base, untrained[PERPLEXITY]))
+        qat = f"{average(trained, PERPLEXITY):.3f}" if trained else ""
+        if recipe not in rows.MXFP4:
+            made.append(",".join([recipe, *numbers, qat, str(len(trained))]))
+    return "\n".join(made) + "\n"
+
+
+def readme(lines: Sequence[Line]) -> str:
+    """Return the README's table."""
+    base = cell(only(lines, stage="float"), PERPLEXITY)
+    of = {recipe: (untrained, trained) for recipe, untrained, trained in quantised(lines)}
+    shown = [
+        (f"`{name}`", base, cell([of[name][0]], PERPLEXITY), *_trained_and_served(of[name][1]))
+        for name in HEADLINES
+        if name in of and of[name][1]
+    ]
+    return table(("recipe", "float", "PTQ", "QAT as trained", "QAT as served"), shown)
+
+
+def _trained_and_served(trained: Sequence[Line]) -> tuple[str, str]:
+    return cell(trained, f"trained_{PERPLEXITY}"), cell(trained, PERPLEXITY)
 
 
 def all_rows(lines: Sequence[Line]) -> str:
     """Return the table of all recipes."""
+    base = average(only(lines, stage="float"), PERPLEXITY)
     made = []
     for recipe, untrained, trained in quantised(lines):
+        lost = float(untrained[PERPLEXITY]) > 1.01 * base
+        share = (
+            recovered(base, float(untrained[PERPLEXITY]), average(trained, PERPLEXITY)) if trained and lost else None
+        )
         of_kl, top1, other = (cell(trained, f"{name}", form) for name, form in
                               (("wikitext_kl", ".3f"), ("wikitext_top1", ".3f"), ("other_word_perplexity", ".2f")))  # fmt: skip
         made.append((
             f"`{recipe}`", f"{float(untrained['bits']):.2f}", cell([untrained], PERPLEXITY), cell(trained, PERPLEXITY),
+            "" if share is None else f"{100 * share:.0f}",
             cell([untrained], "wikitext_kl", ".3f"), of_kl, top1, cell([untrained], "other_word_perplexity"), other,
             ("yes" if all(line["equal"] == "True" for line in trained) else "no") if trained else "",
         ))  # fmt: skip
-    heads = ("recipe", "bits", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "top-1", "other text: PTQ", "QAT",
+    heads = ("recipe", "bits", "PTQ", "QAT", "recovered, %", "KL: PTQ", "KL: QAT", "top-1", "other text: PTQ", "QAT",
              "prepared == converted")  # fmt: skip
     return table(heads, made)
 
@@ -111,15 +155,16 @@ def floats(lines: Sequence[Line]) -> str:
 def exactness(lines: Sequence[Line]) -> str:
     """Return what moved between training and serving: aoquant's QAT beside torchao's on the same kernel."""
     made = []
-    for recipe in dict.fromkeys(name for names in rows.SERVED.values() for name in names):
-        for line in only(lines, stage="qat", tokens=TOKENS):
-            ours = line["row"] == recipe and not line["served"]
-            theirs = line["served"] == recipe
-            if (ours or theirs) and only(lines, served=recipe, stage="qat"):
-                trained, served = float(line[f"trained_{PERPLEXITY}"]), float(line[PERPLEXITY])
-                drift = f"{100 * (served / trained - 1):+.2f} %" if line["equal"] != "True" else "0"
-                made.append((f"`{recipe}`", "aoquant" if ours else "torchao", f"{trained:.2f}", f"{served:.2f}", drift))  # fmt: skip
-    return table(("served as", "trained by", "as trained", "as served", "drift"), made)
+    for line in only(lines, stage="qat", tokens=TOKENS):
+        if not line["served"] and line["row"] not in {name for names in rows.SERVED.values() for name in names}:
+            continue
+        trained, served = float(line[f"trained_{PERPLEXITY}"]), float(line[PERPLEXITY])
+        changed = f"{line['prompts_changed']} of {line['prompts']}" if line["prompts"] else ""
+        drift = f"{100 * (served / trained - 1):+.4f} %" if line["equal"] != "True" else "0"
+        kernel = "torchao's layer" if line["served"] == "torchao" else f"`{line['served'] or line['row']}`"
+        made.append((kernel, f"`{line['row']}`", f"{trained:.2f}", f"{served:.2f}", drift, changed))
+    made.sort(key=lambda row: row[1])
+    return table(("served as", "trained as", "as trained", "as served", "drift", "greedy answers that change"), made)
 
 
 def embeddings(lines: Sequence[Line]) -> str:
@@ -171,9 +216,19 @@ def kv_table(about: str, lines: Sequence[Line]) -> tuple[str, str]:
 
 
 def publish(root: Path = ROOT) -> None:
-    """Write the pages."""
+    """Write all pages."""
+    gemma, minilm = read("real_gemma", root), read("real_minilm", root)
+    (root / "aoquant" / "tools" / "measured.csv").write_text(measured(gemma), encoding="utf-8")
+    choosing.measured.cache_clear()
+    page = root / "docs" / "choosing.md"
+    text = page.read_text(encoding="utf-8").split("\n")
+    first = text.index(next(line for line in text if line.startswith(f"| {choosing.HEADS[0]} |")))
+    numbers = choosing.measured(root / "aoquant" / "tools" / "measured.csv")
+    text[first : text.index("", first)] = choosing.markdown(numbers).split("\n")
+    page.write_text("\n".join(text), encoding="utf-8")
+    pages.between(root / "README.md", "real models", f"{readme(gemma)}\n\n{wrapped(source(gemma))}")
     pages.between(root / KV_PAGE, "measured", kv_caches(root))
-    for name, made in contents(read("real_gemma_first", root), read("real_minilm", root)).items():
+    for name, made in contents(gemma, minilm).items():
         pages.between(root / PAGE, name, made)
 
 

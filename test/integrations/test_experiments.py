@@ -205,8 +205,7 @@ def test_the_pages_are_written_from_a_table_and_a_second_time_change_nothing(
 ) -> None:
     records, table, rows, publish = imported("records", "table", "rows", "publish")
     out, root, every, run = tmp_path / "out", tmp_path / "root", rows.load_all(), records.Run
-    measured = ("aoquant/tools/measured.csv", "aoquant/tools/measured_moe.csv")
-    pages = ("README.md", "docs/choosing.md", "docs/evidence/experiments.md", *measured)
+    pages = ("docs/evidence/experiments.md",)
     figures = (f"benchmarks/results/{name}.csv" for name in ("recover_h200", "gradients", "pretrain_mixes_h200"))
     for name in (*pages, "docs/figures/draw.py", *figures):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -222,6 +221,6 @@ def test_the_pages_are_written_from_a_table_and_a_second_time_change_nothing(
     table.write(out, kept, found, facts)
     publish.publish(out, root=root)
     first = {name: (root / name).read_text(encoding="utf-8") for name in pages}
-    assert "| `int4-g128` | 4.25 | 70.00 | 53.00 | 57.00 |" in first["README.md"]
+    assert "| `int4-g128` | 4.25 | 70.00 | 53.00 | 82.7 | 1 | 57.00 |" in first["docs/evidence/experiments.md"]
     publish.publish(out, root=root)
     assert {name: (root / name).read_text(encoding="utf-8") for name in pages} == first
