@@ -73,7 +73,7 @@ def disagreements(root: Path, tags: Sequence[str], changed: str) -> list[str]:
     if f"\nversion: {named}\n" not in (root / "CITATION.cff").read_text("utf-8"):
         found.append(f"CITATION.cff does not say 'version: {named}'")
     if f"v{named}" not in tags:
-        found.append(f"HEAD has no tag v{named}: git tag v{named}")
+        found.append(f"HEAD has no tag v{named}: git tag -a v{named} -m 'aoquant {named}'")
     if changed.strip():
         found.append(f"not committed: {changed.strip()}")
     return found
