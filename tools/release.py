@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 OUTSIDE = ("libtorch.so", "libtorch_cpu.so", "libc10.so")  # torch brings them
 TRIED = (("python3.11", "constraints-oldest.txt"), ("python3.12", None), ("python3.13", None))
-TESTS = ("test/formats", "test/linear/test_state_dict.py", "test/integrations/test_hf.py")
+TESTS = ("test/formats", "test/model/test_state_dict.py", "test/integrations/test_hf.py")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:

@@ -52,6 +52,10 @@ def test_issue_templates_ask_for_the_doctor() -> None:
         assert any(part.get("id") == "doctor" and part["validations"]["required"] for part in form["body"])
 
 
+def test_the_tests_of_a_wheel_are_there() -> None:
+    assert [name for name in release.TESTS if not (ROOT / name).exists()] == []
+
+
 def test_every_folder_of_the_package_is_one() -> None:
     """find_packages leaves out a folder without __init__.py, and the checkout would not tell."""
     folders = {path.parent for path in (ROOT / "aoquant").rglob("*.py")}
