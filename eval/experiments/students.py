@@ -28,13 +28,14 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import KVCacheConfig, QATConfig, quantize_
+from aoquant import CalibrateConfig, KVCacheConfig, QATConfig, calibrate_ptq, quantize_
 from aoquant.integrations.job.models import convert, prepare
 from aoquant.kv import hook
 from aoquant.planning.sizes import stored_bytes
 from aoquant.recipes import get_recipe
 from experiments.rows import Row
 
+CALIBRATION, BATCH = 128, 8  # blocks that calibrated PTQ sees, and those of one forward
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}  # as torchao's PR 2986 adapts every linear
 
 
@@ -62,10 +63,13 @@ def but_the_head(module: nn.Module, name: str) -> bool:
 
 
 class Student:
-    """Makes the models of a row. float_model is not changed. blocks_BT: token ids to calibrate on, where needed."""
+    """Makes the models of a row. float_model is not changed. blocks_BT: token ids to calibrate on, where needed.
+    method: of calibrated PTQ, such as "gptq"; training starts from its codes, under held scales. "": the nearest codes,
+    and training starts from the float weights.
+    """
 
-    def __init__(self, row: Row, float_model: Any, blocks_BT: Tensor) -> None:
-        self.row, self.float_model, self.blocks_BT = row, float_model, blocks_BT
+    def __init__(self, row: Row, float_model: Any, blocks_BT: Tensor, method: str = "") -> None:
+        self.row, self.float_model, self.blocks_BT, self.method = row, float_model, blocks_BT, method
 
     def prepared(self, seed: int) -> Any:
         """A fresh model to train, with the random state of `seed`."""
@@ -74,6 +78,8 @@ class Student:
             torchao_quantize_(model, TorchaoQATConfig(TORCHAO[row.recipe](), step="prepare"), filter_fn=but_the_head)
             made = {type(m).__module__.partition(".")[0] for m in _linears(model).values()}
             assert made == {"torchao"}, made  # torchao's simulation, not ours
+        elif self.method:
+            self._calibrate(model, _training(row.recipe, seed=seed), "prepare")
         elif row.kind != "float":
             options = {"scales": "learned"} if row.trick == "scales" else {}
             prepare(model, _training(row.recipe, seed=seed, **options), self.blocks_BT, batch_size=8)
@@ -101,9 +107,16 @@ class Student:
         if row.kind == "torchao":
             torchao_quantize_(model, TORCHAO[row.recipe](), filter_fn=but_the_head)
             return model
+        if self.method:
+            self._calibrate(model, get_recipe(row.recipe).make(), None)
+            return model
         prepare(model, _training(row.recipe), self.blocks_BT, batch_size=8)
         quantize_(model, _convert())
         return model
+
+    def _calibrate(self, model: Any, config: Any, step: str | None) -> None:
+        batches = self.blocks_BT[:CALIBRATION].to(model.device).split(BATCH)
+        calibrate_ptq(model, [{"input_ids": ids} for ids in batches], CalibrateConfig(config, self.method), step=step)
 
 
 def _training(recipe: str, **options: Any) -> QATConfig:

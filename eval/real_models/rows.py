@@ -4,13 +4,16 @@
 gradient is zero: it shows that the loop adds nothing. `torchao-NAME` is trained by torchao's own `QATConfig` and served
 in torchao's converted layers, and again with its trained weights quantised by each recipe of `SERVED`, which has the
 same grid: the kernel or file that aoquant's row of that recipe was trained for. `kv-FORMAT` quantises KV caches alone,
-`kv-fp8-query` queries too; none of them is run unless it is named.
+`kv-fp8-query` queries too. `NAME+METHOD`, such as `nvfp4+gptq` or `int4-g128+r1+r2+gptq`, is a recipe whose PTQ is
+calibrated on training blocks, and whose QAT starts from these codes under held scales. Neither kind is run unless it is
+named.
 """
 
 from __future__ import annotations
 
 from experiments.rows import Row
 
+from aoquant import CalibrateConfig
 from aoquant.formats.kv import KV_NAMES
 from aoquant.recipes import get_recipe
 
@@ -40,6 +43,10 @@ def row(name: str) -> Row:
         return Row(name, "", "float")
     if name in KV:
         return Row(name, "", "aoquant", name)
+    recipe, _, method = name.partition("+")
+    if method:
+        CalibrateConfig(recipe, method)  # which says what is wrong
+        return Row(name, "", "aoquant", get_recipe(recipe).name)
     kind, _, recipe = name.partition("-")
     if kind == "torchao" and recipe in SERVED:
         return Row(name, "", "torchao", recipe)

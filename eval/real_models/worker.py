@@ -98,7 +98,7 @@ class Worker:
         """Make what a row lacks."""
         row = rows.row(name)
         wanted = missing(self.o, row, read(self.o.csv))
-        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0))
+        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), name.partition("+")[2])
         untrained = [key for key in wanted if key["stage"] != "qat"]
         trained = [key for key in wanted if key["stage"] == "qat"]
         for key in untrained:

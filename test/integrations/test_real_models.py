@@ -76,6 +76,24 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
         real.main([*call, "--rows", "int9"])
 
 
+def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:
+    """PTQ is better than the nearest codes, and QAT starts from there."""
+    llama().save_pretrained(tmp_path / "model")
+    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
+    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
+    given += ["--tokens", "512", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    real.main([*map(str, given), "--rows", "int3-g32", "int3-g32+gptq"])
+    found = {(line["row"], line["stage"]): line for line in lines(tmp_path / "r.csv")}
+    nearest, calibrated, qat = (found[key] for key in (
+        ("int3-g32", "ptq"), ("int3-g32+gptq", "ptq"), ("int3-g32+gptq", "qat")))  # fmt: skip
+    assert float(calibrated["wikitext_kl"]) < float(nearest["wikitext_kl"])
+    assert calibrated["bits"] == nearest["bits"] == qat["bits"]
+    assert qat["equal"] == "True" and not qat["error"]
+    assert float(qat["first_loss"]) < float(found["int3-g32", "qat"]["first_loss"])
+    with pytest.raises(ValueError, match="method"):
+        real.main([*map(str, given), "--rows", "int3-g32+best"])
+
+
 def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
