@@ -203,16 +203,19 @@ def kv_table(about: str, lines: Sequence[Line]) -> tuple[str, str]:
     trained = only(lines, stage="qat")
     tokens, seeds = ({line[name] for line in trained} for name in ("tokens", "seed"))
     device, torch, commit, date = (plain[name] for name in ("device", "torch", "commit", "date"))
-    budget = (
-        f"QAT by distillation, {'/'.join(sorted(tokens))} tokens, {len(seeds)} seed(s), ± over seeds. "
-        if trained
-        else ""
-    )
+    budget = f"QAT by distillation, {'/'.join(sorted(tokens))} tokens, {len(seeds)} seed(s), ± over seeds. "
     said = (
-        f"{about}; layers stay in bfloat16. Word perplexity on WikiText-2's test pages, KL to the float model in nats a "
-        f"token. {budget}{device}, PyTorch {torch}, commit {commit}, {date[:10]}, `{plain['command']}`."
+        f"{about}; layers stay in bfloat16. Word perplexity on {pages_of(plain['command'])} of WikiText-2, KL to the "
+        f"float model in nats a token. {budget if trained else 'Nothing was trained. '}"
+        f"{device}, PyTorch {torch}, commit {commit}, {date[:10]}, `{(trained or [plain])[-1]['command']}`."
     )
     return table(heads, found), wrapped(said)
+
+
+def pages_of(command: str) -> str:
+    """Return which test pages a command scored."""
+    words = command.split()
+    return f"the first {words[words.index('--pages') + 1]} test pages" if "--pages" in words else "the test pages"
 
 
 def publish(root: Path = ROOT) -> None:

@@ -258,11 +258,13 @@ def test_checkpoints(tmp_path, config: KVCacheConfig, base: str | None) -> None:
     assert all(map(torch.equal, generated(loaded)[:2], generated(made)[:2]))
 
 
-def test_a_name_that_matches_no_attention_module_warns() -> None:
-    configs = {"re:.*layers\\.9\\.self_attn": KVCacheConfig(), "re:.*self_attn": KVCacheConfig()}
+@pytest.mark.parametrize("missed", [KVCacheConfig(), None])
+def test_a_name_that_matches_no_attention_module_warns(missed: KVCacheConfig | None) -> None:
+    configs = {"re:.*layers\\.9\\.self_attn": missed, "re:.*self_attn": KVCacheConfig()}
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     with pytest.warns(AoquantWarning, match=r"layers.*9.*matches no attention module"):
         quantize_(model, FqnToConfig(configs))
+    assert len(hook.quantised(model)) == 3
 
 
 def test_an_attention_without_source_is_refused_by_name() -> None:
