@@ -139,6 +139,24 @@ def test_streamed_and_exported_as_in_memory(name: str, folder: Path, tmp_path: P
         assert_same_files(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("vllm-")])
+def test_every_recipe_for_vllm_is_exported(name: str, tmp_path: Path) -> None:
+    model = llama()
+    quantize_(model, QATConfig(name))
+    if uncalibrated(model):
+        calibrate(model, [IDS])
+    quantize_(model, QATConfig(step="convert"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        aoquant.export(model, tmp_path / "out")
+    flags = ["--kv-cache-dtype int8_per_token_head" in str(w.message) for w in said]
+    assert any(flags) == (name.endswith("-int8"))
+    again = aoquant.load_pretrained(tmp_path / "out")
+    if not name.endswith("-int8"):  # a flag alone says it
+        assert hook.scales(again).keys() == hook.scales(model).keys()
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 def test_gptq_calibrates_the_cache() -> None:
     for step in (None, "prepare"):
         model = llama()
