@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from aoquant._messages import listed
@@ -74,8 +75,18 @@ def offset(norm: nn.Module) -> float | None:
 
 
 def find(model: nn.Module, batch: Any) -> Structure:
-    """Return the links of a float model. batch: runs through every layer, a few times."""
+    """Return the links of a float model. batch: runs through every layer, a few times.
+
+    Raises:
+        ValueError: naming layers whose weights are sharded or have no values.
+    """
     modules = dict(model.named_modules())
+    weights = {n: m.weight for n, m in modules.items() if isinstance(m, nn.Linear)}
+    problems = {
+        n: "its weight is on the meta device and has no values: load it first" for n, w in weights.items() if w.is_meta
+    }
+    sharded = "its weight is sharded (DTensor): calibrate the whole model, and shard it then"
+    refuse(problems | {n: sharded for n, w in weights.items() if isinstance(w, DTensor)})
     read = _read(model, modules, batch)
     wanted = shown(model, batch)
 

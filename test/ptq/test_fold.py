@@ -224,6 +224,7 @@ BAD: dict[str, tuple[Any, Any, str, str]] = {
     "fitted": (unfoldable, NVFP4WeightConfig(transform=WUSH(16)), "awq", r"1: its fitted transform \(WUSH\)"),
     "hqq": (unfoldable, PackedWeightConfig("intx4-g32-hqq"), "clip", "1: .*Leave out clip"),
     "no stream": (unfoldable, "int4-g32", "r1", "Sequential: has no nn.Embedding"),
+    "meta": (lambda: unfoldable().to("meta"), "int4-g32", "awq", "1: its weight is on the meta device"),
     "no heads": (unfoldable, "int4-g32", "r2", "Sequential: no layer reads the values of attention heads"),
 }
 
