@@ -96,7 +96,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         "formats/test_four_over_six.py::test_rounding_to_values_is_rounding_to_codes", "formats/test_blockscaled.py",
         "formats/test_formats.py",
     ),
-    "formats/scales.py": ("formats/test_elements.py", "formats/test_held_scales.py", "formats/test_blockscaled.py"),
+    "formats/kv.py": ("formats/test_kv_formats.py",),
+    "formats/scales.py": ("formats/test_elements.py", "formats/test_dialects.py", "formats/test_held_scales.py", "formats/test_blockscaled.py"),
     "formats/blockscaled.py": ("formats/test_blockscaled.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/integer.py": (
         "formats/test_integer.py", "formats/test_held_scales.py", "formats/test_formats.py", "targets/test_torchao_bugs.py",
