@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -90,7 +90,9 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
         if configs:
             quantize_(model, FqnToConfig(configs))
         problems = [name for name in layers if not with_codes(model.get_submodule(name), packed[name])]
-        problems += [stack.fqn for stack in stacks if not _prepared(stack, options)]
+        for s in stacks:
+            config = QATConfig(packed_config(s.packed), step="prepare", **options)
+            problems += [] if stack_with_codes(s.fqn, s.module, s.name, s.packed, config) else [s.fqn]
         if problems:
             formats = {name: w.format for name, w in packed.items()} | {s.fqn: s.packed.format for s in stacks}
             raise ValueError(
@@ -162,30 +164,35 @@ def _stacks(model: nn.Module) -> list[_Stack]:
     ]
 
 
-def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
-    """Prepare experts so that they have the packed values; whether they do."""
-    packed = [stack.packed.expert(e) for e in range(len(stack.packed))]
-    anew = all(_same_anew(p) for p in packed)
+def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATConfig) -> bool:
+    """Prepare a parameter of experts so that it has packed codes; whether it does.
+
+    packed: PackedExperts. config: with scales made anew where these are the same, or else the packed ones.
+
+    Raises:
+        ValueError: naming it: no experts can hold its scales.
+    """
+    each = [packed.expert(e) for e in range(len(packed))]
+    anew = all(_same_anew(p) for p in each)
     choices: list[Scales | None] = [None]
     if not anew:
-        _check_held(stack.fqn, packed[0])
+        _check_held(fqn, each[0])
     try:
-        how = "dynamic" if anew else "static"
-        config = QATConfig(packed_config(stack.packed), step="prepare", scales=how, **options)
+        config = replace(config, scales="dynamic" if anew else "static")
         recipe = prepare_target(config).recipe
         if not anew:
-            choices = [_of_experts(each) for each in zip(*map(_held, packed), strict=True)]
+            choices = [_of_experts(scales) for scales in zip(*map(_held, each), strict=True)]
     except ValueError as error:
-        raise ValueError(f"{stack.fqn}: {error}") from None
+        raise ValueError(f"{fqn}: {error}") from None
     for scales in choices:
-        if isinstance(stack.module, QATExperts) and stack.name in stack.module.stacks:
-            stack.module.unprepare_stack(stack.name)
-        setattr(stack.module, stack.name, nn.Parameter(stack.packed.dequantize().contiguous()))
-        experts = QATExperts.prepare_stack(stack.module, stack.name, Prepared(recipe, config, stack.fqn), scales)
-        weight = getattr(experts, stack.name)
+        if isinstance(module, QATExperts) and name in module.stacks:
+            module.unprepare_stack(name)
+        setattr(module, name, nn.Parameter(packed.dequantize().contiguous()))
+        experts = QATExperts.prepare_stack(module, name, Prepared(recipe, config, fqn), scales)
+        weight = getattr(experts, name)
         matrices = [one.t() if experts.is_transposed else one for one in weight.data]
-        encodes = [partial(experts.encode_expert, stack.name, e, weight.dtype) for e in range(len(packed))]
-        if all(_moved(w_NK, p, encode) for w_NK, p, encode in zip(matrices, packed, encodes, strict=True)):
+        encodes = [partial(experts.encode_expert, name, e, weight.dtype) for e in range(len(each))]
+        if all(_moved(w_NK, p, encode) for w_NK, p, encode in zip(matrices, each, encodes, strict=True)):
             return True
     return False
 

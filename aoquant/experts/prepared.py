@@ -12,7 +12,9 @@ packed scales in buffers, one expert after another, and multiply the packed code
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -37,6 +39,7 @@ class QATExperts(PreparedModule):
     """Experts whose forward computes what the converted module will compute.
 
     stacks: prepare's note on each prepared parameter, by its name; the others are float, or packed already.
+    show: by a parameter's name, called with an expert and its rows in place of products, while it is calibrated.
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -45,6 +48,7 @@ class QATExperts(PreparedModule):
     has_gate: bool
     has_bias: bool
     is_transposed: bool
+    show: Mapping[str, Callable[[int, Tensor], object]] = MappingProxyType({})
     _data_rank: int | None = None
 
     @classmethod
@@ -172,7 +176,8 @@ class QATExperts(PreparedModule):
             random = self._buffers.get(_random(name))
             rank = 0 if random is None else ranks.of(self)  # among the ranks with other tokens
             held_of = None if p.recipe.weight_scales == "dynamic" else partial(self.held_scales, name)
-            made[name] = Stack(p.fqn, getattr(self, name), self.is_transposed, p.recipe, random, rank, held_of)
+            w, show = getattr(self, name), self.show.get(name)
+            made[name] = Stack(p.fqn, w, self.is_transposed, p.recipe, random, rank, held_of, show=show)
         return made
 
     def _forward_routed(

@@ -41,6 +41,7 @@ class Stack:
     scales_of: the scales that it holds for an expert; None where they are made from the weight.
     turned: whether it is read with its last two dimensions exchanged.
     dtype: that products are computed in, by default w's.
+    show: called with each expert and its rows, in place of the products, which are zero then: for calibration.
     """
 
     fqn: str
@@ -52,6 +53,7 @@ class Stack:
     scales_of: Callable[[int], Scales | None] | None = None
     turned: bool = False
     dtype: torch.dtype | None = None
+    show: Callable[[int, Tensor], object] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -91,6 +93,9 @@ class Stack:
 
     def times(self, x: Tensor, expert: int) -> Tensor:
         """Return x (..., K) times one expert, (..., N)."""
+        if self.show is not None:
+            self.show(expert, x)
+            return x.new_zeros(*x.shape[:-1], self._width)
         held = None if self.scales_of is None else self.scales_of(expert)
         with self._computing(x):
             w = self._matrix(expert)
@@ -101,10 +106,21 @@ class Stack:
 
         ends: `rows.ends`, where the host knows them: then experts are multiplied in a loop.
         """
+        if self.show is not None:
+            x = x if rows.token is None else x[rows.token]
+            stops = rows.ends.tolist()
+            for expert, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+                self.show(expert, x[start:stop])
+            return x.new_zeros(len(x), self._width)
         if ends is None:
             return grouped_at_once(x, self.w, rows, self.recipe, self.transposed)
-        rest = self.w.shape[2 if self.transposed else 1], self.recipe, self.random, self.rank, self.scales_of
+        rest = self._width, self.recipe, self.random, self.rank, self.scales_of
         return grouped_in_a_loop(x, self._matrix, ends, *rest)
+
+    @property
+    def _width(self) -> int:
+        """N."""
+        return self.w.shape[2 if self.transposed else 1]
 
     def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return `times_rows`, in the way that x allows."""

@@ -150,13 +150,13 @@ def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
         )
 
 
-def plan_layer(module: Any, config: Any, fqn: str = "") -> Change | None:
-    """The change for one layer, checked; None when an unprepared layer meets convert.
+def plan_layer(module: Any, config: Any, fqn: str = "", parameter: str = "weight") -> Change | None:
+    """The change for one layer or stacked parameter, checked; None when an unprepared one meets convert.
 
     Raises:
         ValueError: with the layer's name and shape, what was required, what was got and what to do.
     """
-    chosen = Chosen(fqn, module, config)
+    chosen = Chosen(fqn, module, config, parameter)
     try:
         return _change(chosen)
     except ValueError as error:

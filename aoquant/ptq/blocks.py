@@ -259,21 +259,27 @@ def groups(visit: Visit) -> list[list[str]]:
 
 
 def inputs(block: nn.Module, layer: nn.Module, calls: Iterable[Call]) -> Iterator[tuple[Tensor, Tensor | None] | None]:
-    """Yield what a layer is given in each call of its block, and the mask of tokens; None for a call without it.
+    """Yield what a layer is given in each call of its block, and the mask of tokens; None for a call without it."""
+    for call in calls_of(block, layer, calls):
+        yield None if call is None else (call.input, call.mask)
+
+
+def calls_of(block: nn.Module, module: nn.Module, calls: Iterable[Call]) -> Iterator[Call | None]:
+    """Yield the first call of a module inside of each call of its block; None where there is none.
 
     The forward ends there.
     """
-    seen: list[Tensor] = []
+    seen: list[Any] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(Call(args, kwargs, None).input)
+        seen.append((args, kwargs))
         raise _Enough
 
     for call in calls:
         seen.clear()
-        with _hooked([(layer, hook)]), suppress(_Enough):
+        with _hooked([(module, hook)]), suppress(_Enough):
             call.run(block)
-        yield (seen[0], call.mask) if seen else None
+        yield Call(seen[0][0], seen[0][1], call.mask) if seen else None
 
 
 @contextmanager

@@ -25,6 +25,9 @@ class CalibrateConfig:
         not enough, which the report says.
     alpha: exponent of the activations' largest values in SmoothQuant's scales, 0 to 1.
     grid: exponents that AWQ tries.
+    strict: refuse experts whose codes are not chosen on data. An expert of a stack needs as many tokens as it has
+        inputs, and .5 % of all; others are rounded to the nearest, which the report and a warning say.
+    all_experts: let every expert see all tokens, not those alone that the router gives it.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -37,6 +40,8 @@ class CalibrateConfig:
     damping: float = 0.01
     alpha: float = 0.5
     grid: int = 20
+    strict: bool = False
+    all_experts: bool = False
 
     def __post_init__(self) -> None:
         wrong = not isinstance(self.method, str) or not self.steps <= set(METHODS)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aoquant.formats import Scales
 from aoquant.linear.checks import cast, check_width
 from aoquant.linear.prepared import QATLinear
+from aoquant.linear.recipe import LinearRecipe
 
 STRIP = 2048  # rows of a Gram matrix that are added to at a time
 
@@ -69,12 +71,15 @@ def multiplied(layer: QATLinear, x: Tensor, mask: Tensor | None, *, rounded: boo
     rounded: as it is deployed; False stops behind the transform.
     """
     check_width(x, layer.matrix().shape[1])
-    x_MK = cast(x).reshape(-1, x.shape[-1])
-    operand = layer.prepared.recipe.fprop_input
-    if operand is not None:
-        held = layer.held_scales("input")
-        if rounded and not operand.format.lossless:
-            x_MK = operand.decode(operand.encode(x_MK, held), torch.float32)
-        else:
-            x_MK = operand.transformed(x_MK, None if held is None else held.transform)
+    x_MK = deployed_input(layer.prepared.recipe, layer.held_scales("input"), cast(x), rounded=rounded)
     return x_MK if mask is None or mask.shape != x.shape[:-1] else x_MK[mask.flatten().to(x.device)]
+
+
+def deployed_input(recipe: LinearRecipe, held: Scales | None, x: Tensor, *, rounded: bool = True) -> Tensor:
+    """Return (rows, K): what a recipe multiplies a weight by, for x (..., K). rounded: as for `multiplied`."""
+    x_MK, operand = x.reshape(-1, x.shape[-1]), recipe.fprop_input
+    if operand is None:
+        return x_MK
+    if rounded and not operand.format.lossless:
+        return operand.decode(operand.encode(x_MK, held), torch.float32)
+    return operand.transformed(x_MK, None if held is None else held.transform)

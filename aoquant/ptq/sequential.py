@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from aoquant._messages import AoquantWarning, bar, check_model, listed
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, by_layer, named
+from aoquant.experts.prepared import QATReadExperts
 from aoquant.formats import Encoded
 from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
@@ -32,7 +33,7 @@ from aoquant.planning.plan import plan, plan_layer, prepare_target
 from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
-from aoquant.ptq import blocks, clip, fold, gptq, links, resume, rotate
+from aoquant.ptq import blocks, clip, experts, fold, gptq, links, resume, rotate
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import InputGram, multiplied
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
@@ -40,6 +41,7 @@ from aoquant.quantize import apply
 from aoquant.report.measure import undisturbed
 from aoquant.unpack import why_not_held, with_codes
 
+ALL_EXPERTS = "its class does not show its router's choice, so all_experts is not for it: leave all_experts out"
 NOT_REACHED = "no batch reaches it: give batches that use every layer, or leave the layer out"
 
 
@@ -62,7 +64,8 @@ def calibrate_ptq(
         recipe may be a QATConfig.
     step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on from these
         codes under held scales, as `unpack_` does; convert without training gives the codes back.
-        Stacked experts are rounded to the nearest, which a warning says.
+        An expert of a stack sees its own tokens; a class without transformers' experts protocol is calibrated without
+        the asymmetric target, and padding counts there.
     checkpoint: a folder that gets the codes of each finished block. The same call with it goes on where an earlier one
         stopped, and makes the same codes.
     filter_fn, skip_incompatible: as `quantize_` has them. With the latter, layers whose scales cannot be folded are
@@ -97,7 +100,9 @@ def calibrate_ptq(
             cached = caches.plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
             if cached.layers is None:
                 raise ValueError("calibrate_ptq: the recipe is for KV caches alone: use aoquant.calibrate")
-            layers = _prepared(model, cached.layers, filter_fn, step, skip_incompatible)
+            layers, stacks = _prepared(model, cached.layers, filter_fn, step, skip_incompatible)
+            if asked.all_experts:
+                links.refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
             gains, left = dict[str, float](), dict[str, str]()
             if found is not None and asked.folds:
                 with links.unchanged(model, given[0], asked.method):
@@ -107,7 +112,7 @@ def calibrate_ptq(
                 calibrate(model, given)
             for cache in kv_caches:
                 cache.fake_quant = False
-            rows = _Run(model, layers, given, asked, step, store).rows()
+            rows = _Run(model, layers, stacks, given, asked, step, store).rows()
             for cache in kv_caches:
                 cache.fake_quant, cache.converted = True, step is None
     finally:
@@ -140,8 +145,8 @@ def listed_batches(batches: Any) -> list[Any]:
 
 def _prepared(
     model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool
-) -> dict[str, Any]:
-    """Prepare the chosen layers; the linear ones by name, switched to high precision.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prepare the chosen layers; the linear ones by name, and modules with stacked experts, switched to high precision.
 
     Raises:
         ValueError: naming each layer that cannot be prepared.
@@ -168,9 +173,13 @@ def _prepared(
             problems.append(f"{fqn}: {why}")
         holds = gemm and why is None and of_one.scales == "dynamic"
         configs[fqn] = dataclasses.replace(of_one, scales="static") if holds else of_one
-    for chosen in choice.stacks:  # rounded to the nearest, and told so
-        as_it_is = step is None or isinstance(chosen.config, QATConfig)
-        configs[chosen.fqn.partition(", ")[0]] = chosen.config if as_it_is else QATConfig(chosen.config, step="prepare")
+    for chosen in choice.stacks:
+        fqn, of_one = chosen.fqn.partition(", ")[0], chosen.config
+        if not isinstance(of_one, QATConfig):
+            of_one = QATConfig(of_one, step="prepare")
+        if step == "prepare" and (why := why_not_held(prepare_target(of_one).recipe)) is not None:
+            problems.append(f"{fqn}: {why}")
+        configs[fqn] = of_one
     if problems:
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{listed(problems)}")
     planned = plan(model, by_layer(configs), None, skip_incompatible=skip_incompatible)
@@ -186,18 +195,12 @@ def _prepared(
             apply(plan_layer(layer, QATConfig(step="convert"), change.fqn))  # type: ignore[arg-type]
     for stack in planned.experts:
         apply_stack(stack)
-    if planned.experts:
-        warnings.warn(
-            f"{len(planned.experts)} stack(s) of experts, such as {planned.experts[0].fqn}, are rounded to the nearest: their codes are "
-            "not chosen on data",
-            AoquantWarning,
-            stacklevel=3,
-        )
     share_outer_scales(model)
     found = {c.fqn.partition(", ")[0]: c.module for c in planned.layers if isinstance(c.module, QATLinear)}
-    for layer in found.values():
+    stacks = {c.fqn.partition(", ")[0].rpartition(".")[0]: c.module for c in planned.experts}
+    for layer in (*found.values(), *stacks.values()):
         layer.fake_quant = False
-    return found
+    return found, stacks
 
 
 class _Run:
@@ -207,6 +210,7 @@ class _Run:
         self,
         model: nn.Module,
         layers: dict[str, Any],
+        stacks: dict[str, Any],
         batches: list[Any],
         config: CalibrateConfig,
         step: str | None,
@@ -214,38 +218,65 @@ class _Run:
     ) -> None:
         self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
         self.store = store
+        self.stacks, self.few = stacks, dict[str, int]()  # experts with few tokens, by stack
         self.done: resume.Found = {}
 
     def rows(self) -> list[PTQRow]:
         """Calibrate every block."""
-        found = blocks.find(self.layers, self.model)
+        found = blocks.find(self.layers | self.stacks, self.model)
         body = blocks.below_head(self.model, found, self.batches)
         found = blocks.ordered(body, found, self.batches)
         reached = {fqn for block in found for fqn in block.layers}
-        links.refuse({fqn: NOT_REACHED for fqn in self.layers if fqn not in reached})
+        links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         with bar(len(found), self.config.method, "block") as advance:
             for visit in blocks.walk(body, found, self.batches, twins=self.config.towards_float):
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
+        if self.few:
+            warnings.warn(
+                f"{sum(self.few.values())} experts of {len(self.few)} stack(s), such as {min(self.few)}, saw too few tokens and are rounded "
+                "to the nearest; the report counts them: give more batches, or all_experts=True",
+                AoquantWarning,
+                stacklevel=3,
+            )
         return [row for _, row in self.done.values()]
 
     def _visit(self, visit: blocks.Visit) -> list[PTQRow]:
         """Calibrate one block, group by group, or give it the codes that were found before."""
-        fqns = visit.block.layers
         if self.store is not None and (before := self.store.read(visit.block.fqn)) is not None:
             for fqn, (encoded, row) in before.items():
                 self._place(fqn, encoded, row)
-            return [self.done[fqn][1] for fqn in fqns]
+            for fqn in visit.block.layers if self.step == "prepare" else ():
+                visit.block.layers[fqn].fake_quant = True
+            return [row for _, row in before.values()]
         groups = blocks.groups(visit)
         reached = {fqn for group in groups for fqn in group}
         links.refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
+        earlier = set(self.done)
         for group in groups:
-            for members in _alike({fqn: self.layers[fqn] for fqn in group}):
+            for members in _alike({fqn: self.layers[fqn] for fqn in group if fqn in self.layers}):
                 self._group(visit, members)
+            for fqn in group:
+                if fqn in self.stacks:
+                    self._experts(visit, fqn)
+        made = {fqn: found for fqn, found in self.done.items() if fqn not in earlier}
         if self.store is not None:
-            self.store.write(visit.block.fqn, {fqn: self.done[fqn] for fqn in fqns})
-        return [self.done[fqn][1] for fqn in fqns]
+            self.store.write(visit.block.fqn, made)
+        return [row for _, row in made.values()]
+
+    def _experts(self, visit: blocks.Visit, fqn: str) -> None:
+        """Calibrate the stacks of a module."""
+        module = self.stacks[fqn]
+        names = experts.in_order(visit, module)
+        links.refuse({f"{fqn}.{name}": NOT_REACHED for name in module.stacks if name not in names})
+        for name in names:
+            encoded, row, few = experts.choose(visit, fqn, module, name, self.config)
+            self._place(row.layer, encoded, row)
+            if few:
+                self.few[row.layer] = few
+        if self.step == "prepare":
+            module.fake_quant = True
 
     def _group(self, visit: blocks.Visit, members: Sequence[str]) -> None:
         """Calibrate layers that multiply the same input."""
@@ -317,8 +348,12 @@ class _Run:
 
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
         """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
-        layer = self.layers[fqn]
         self.done[fqn] = encoded, row
+        if fqn not in self.layers:
+            home, _, name = fqn.rpartition(".")
+            experts.place(home, self.stacks[home], name, encoded, packs=self.step is None)
+            return
+        layer = self.layers[fqn]
         if encoded is not None:
             where = layer.weight.device
             scale, zero, outer = (None if t is None else t.to(where) for t in encoded.tensors[1:])

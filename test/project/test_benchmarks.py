@@ -78,6 +78,13 @@ def test_a_benchmark_writes_its_rows(command: list[str], name: str, count: int, 
 
 
 @pytest.mark.slow
+def test_calibrated_ptq_has_its_cost(tmp_path: Path) -> None:
+    done = ran("ptq_cost.py", "--gram", "--out", str(tmp_path / "cost.csv"))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert len(rows(tmp_path / "cost.csv")) > 1
+
+
+@pytest.mark.slow
 def test_every_part_of_a_model_has_its_rows(tmp_path: Path) -> None:
     done = ran("model.py", "--recipes", "int4-g128", "--torchao", "int4", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.models import SMALL, llama
-from support.moe_models import IDS, model_of
 from torch import Tensor, nn
 from torchao.prototype.gptq import GPTQConfig
 
@@ -27,7 +26,6 @@ from aoquant import (
     calibrate_ptq,
     quantize_,
 )
-from aoquant.experts.packed_experts import PackedExperts
 from aoquant.linear.packed import PackedLinear
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import same_bits
@@ -249,21 +247,6 @@ def test_padding_alone_is_refused_and_few_tokens_are_told() -> None:
     with pytest.warns(aoquant.AoquantWarning, match="40 tokens for K = 128"):
         report = calibrate_ptq(model(), [ids[:1]], CalibrateConfig("int4-g32"))
     assert "saw 40 tokens" in report.notes[0]
-
-
-@pytest.mark.filterwarnings("ignore:.*tokens for K")
-@pytest.mark.parametrize("step", [None, "prepare"])
-def test_stacked_experts_are_rounded_and_told(step: str | None) -> None:
-    """Their codes are those of `quantize_`; the layers around them are calibrated behind the quantised experts."""
-    got, rounded = model_of("qwen3-moe"), model_of("qwen3-moe")
-    with pytest.warns(aoquant.AoquantWarning, match="experts.*rounded to the nearest"):
-        calibrate_ptq(got, [IDS], CalibrateConfig(Int4WeightConfig(32)), step=step)
-    if step == "prepare":
-        quantize_(got, QATConfig(step="convert"))
-    quantize_(rounded, Int4WeightConfig(32))
-    stacks = {n: p for n, p in got.named_parameters() if isinstance(p, PackedExperts)}
-    assert stacks and all(same_bits(rounded.get_parameter(n), p) for n, p in stacks.items())
-    assert weights(got) and not all(same_bits(weights(rounded)[n], w) for n, w in weights(got).items())
 
 
 @pytest.mark.parametrize("arguments", [{"method": "awk"}, {"damping": 0.0}])
