@@ -57,7 +57,7 @@ def main() -> None:
     add("--out", type=Path, default=Path(__file__).resolve().parent / "results" / "ptq_cost.csv")
     o = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = Size(64, 128, 4, 2, o.layers, 256) if o.quick else llama(o.hidden, o.layers, 8192)
+    size = Size(128, 256, 4, 2, o.layers, 256) if o.quick else llama(o.hidden, o.layers, 8192)
     samples, length = (4, 64) if o.quick else (o.samples, o.length)
     generator = torch.Generator(device).manual_seed(0)
     ids = torch.randint(size.vocabulary, (samples, length), generator=generator, device=device)
