@@ -10,7 +10,7 @@ installed, its kernel computes the cross entropy of a chunk.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,9 +78,12 @@ def has_hidden_states(model: Any) -> bool:
     return getattr(model, "base_model", model) is not model
 
 
-def chunk_rows(vocabulary: int) -> int:
-    """Return how many tokens a chunk has."""
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
+def chunk_rows(vocabulary: int, tokens: int = 0) -> int:
+    """Return how many tokens a chunk has. tokens: those of a loss; where they take several chunks, each has half as
+    many, which leaves room for the float32 sum of the head's gradient.
+    """
+    rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return rows if tokens <= rows else max(1, rows // 2)
 
 
 def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | None = None) -> Tensor:
@@ -97,13 +100,21 @@ def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | No
     behind = [*model.parameters(), *(head.parameters() if head is not None else ())]
     shared = {id(p) for p in head.parameters()} if head is not None else set()
     chosen = {id(p): p for p in behind if p.requires_grad and (id(p) in shared or id(p) not in inside)}
-    size = rows or chunk_rows(model.config.get_text_config().vocab_size)
+    size = rows or chunk_rows(model.config.get_text_config().vocab_size, len(hidden_ND))
 
     def of_chunk(part_ND: Tensor, at: slice) -> Tensor:
         return loss_of(logits_of(model, part_ND), at)
 
     total: Tensor = _Chunked.apply(of_chunk, size, hidden_ND, *chosen.values())  # type: ignore[no-untyped-call]
     return total
+
+
+def _add(summed: list[Tensor | None], found: Sequence[Tensor | None], in_float32: bool) -> None:
+    """Add a chunk's gradients. A function, so that no name of the loop holds one of them while the next chunk runs."""
+    for i, d in enumerate(found):
+        before = summed[i]
+        if d is not None:
+            summed[i] = before.add_(d) if before is not None else d.float() if in_float32 else d
 
 
 class _Chunked(torch.autograd.Function):
@@ -125,10 +136,7 @@ class _Chunked(torch.autograd.Function):
             if d_hidden_ND is None:
                 continue
             d_hidden_ND[at], *found = torch.autograd.grad(value, [part, *parameters], allow_unused=True)
-            for i, d in enumerate(found):
-                before = summed[i]
-                if d is not None:
-                    summed[i] = before.add_(d) if before is not None else d.float() if many else d
+            _add(summed, found, many)
             del value, part, found
         ctx.d_hidden_ND = d_hidden_ND
         ctx.summed = [None if d is None else d.to(p.dtype) for d, p in zip(summed, parameters, strict=True)]

@@ -145,6 +145,34 @@ def test_a_token_that_the_teacher_rules_out_adds_nothing_and_nan_is_not_hidden()
     assert losses.kl_divergence(torch.full((1, 3), torch.nan), teacher).isnan()
 
 
+@pytest.mark.parametrize(("kind", "most"), [("kl", 1.3), ("ce", 1.6)])
+def test_peak_where_the_heads_gradient_is_as_large_as_a_chunk(
+    kind: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the proportions of Gemma 3 270M: 640 columns and 512 rows of a chunk. A chunk of cross entropy alone is less
+    than the float32 sum of the head's gradient.
+    """
+    torch.manual_seed(0)
+    vocabulary, rows, width = 4096, 64, 80
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * vocabulary * rows)
+    monkeypatch.setattr(losses, "BLOCK_BYTES", vocabulary * rows // 2)
+    model = model_of("llama", torch.bfloat16, vocab_size=vocabulary, hidden_size=width, head_dim=40)
+    hidden = torch.randn(1, rows * 8, width, dtype=torch.bfloat16, requires_grad=True)
+    teacher, targets = torch.randn_like(hidden[0]), torch.arange(rows * 8)
+
+    def of(logits: Tensor, at: slice) -> Tensor:
+        if kind == "ce":
+            return losses.cross_entropy(logits, targets[at])
+        return losses.kl_divergence(logits, losses.logits_of(model, teacher[at]).detach())
+
+    def run(tokens: int) -> int:
+        model.zero_grad()
+        made = peak_bytes(lambda: losses.chunked_loss(model, hidden[:, :tokens], of).backward())
+        return made - model.lm_head.weight.nbytes  # a view of which is among what the meter sees
+
+    assert run(rows * 8) <= most * run(rows)
+
+
 @pytest.mark.parametrize("kind", ["kl", "ce"])
 def test_many_chunks_peak_as_one_does(kind: str) -> None:
     """Beside the gradient of the head, whose sum is in float32."""

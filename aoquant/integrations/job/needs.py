@@ -84,18 +84,22 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
         return None
     size, parameters, trained = dtype.itemsize, traced.parameters, traced.trained
     sequences = min(o.micro_batch or o.batch_size, max(1, o.batch_size // ranks))
-    rows = min(sequences * o.block, chunk_rows(traced.vocabulary))
-    # of a chunk: the student's logits, the teacher's and a gradient, and float32 rows; the head's gradients in float32
-    loss = rows * traced.vocabulary * 3 * size + 4 * BLOCK_BYTES
-    loss += traced.vocabulary * traced.hidden * 4 * (sequences * o.block > rows)
+    tokens, head = sequences * o.block, traced.vocabulary * traced.hidden
+    rows = min(tokens, chunk_rows(traced.vocabulary, tokens))
+    chunk = rows * traced.vocabulary * size
+    # of a chunk: the student's logits, the teacher's and a gradient, and float32 rows; or this gradient and the head's,
+    # which is summed in float32
+    loss = max(3 * chunk + 4 * BLOCK_BYTES, chunk + head * size) + 4 * head * (tokens > rows)
     window = o.window or min(WINDOW, traced.positions or WINDOW)
     # --teacher-cache keeps the float model in the memory of the CPU
     models = {} if o.teacher_cache is not None and o.device != "cpu" else {"float model": parameters * size}
     # what is frozen is the float model's
     shard, whole = {"trained model": trained * size // ranks}, {"trained model": trained * size}
     masters = {"optimizer": trained * _OPTIMIZER // ranks, "gradients": trained * size // ranks}
+    # of several micro-batches: the float32 sum of their gradients, and codes of each weight, encoded once
+    several = {"micro-batches": trained * (4 + size) // ranks} if sequences * ranks < o.batch_size else {}
     stages = {
-        "training": {**models, **shard, **masters, "activations": traced.saved * sequences, "loss": loss},
+        "training": {**models, **shard, **masters, **several, "activations": traced.saved * sequences, "loss": loss},
         "an optimizer step": {**models, **shard, **masters, "gradients of masters": trained * 4 // ranks},
         "scoring": {**models, **whole, "logits": window * traced.vocabulary * (size + 8)},
     }
