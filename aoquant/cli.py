@@ -205,7 +205,9 @@ def convert(
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
     if calibrate is not None:
+        from aoquant import serving
         from aoquant.integrations.calibrated import convert_calibrated
+        from aoquant.integrations.job import engine_format
         from aoquant.ptq.calibrate_config import CalibrateConfig
 
         asked = CalibrateConfig(config, method=ptq)
@@ -217,7 +219,10 @@ def convert(
             "max_shard_size": max_shard_size,
         }
         print(convert_calibrated(model, asked, out, calibrate, skip_incompatible=skip_incompatible, **how))
-        print(f"written: {out}. For an engine: aoquant export {out} --format FORMAT --out FOLDER")
+        layout = engine_format(config)
+        served = Path("served/model.gguf" if layout == "gguf" else "served")
+        print(f"written: {out}. For an engine:\n  aoquant export {out} --format {layout} --out served")
+        print(f"  {serving.command(served)}")
         return
     from aoquant.integrations.stream import convert_checkpoint
 

@@ -9,6 +9,7 @@ know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from aoquant.linear.recipe import LinearRecipe
@@ -155,6 +156,11 @@ def refused(recipe: LinearRecipe, engine: str, *, experts: bool = False) -> list
         return []
     held = f"vLLM's formats cannot hold {recipe.fprop_weight.name}{f' with {x} activations' if (x := recipe.input_name) else ''}"
     return [f"{held}: {reason}; or serve it with aoquant's plugin"] if reason else []
+
+
+def command(exported: Path) -> str:
+    """Return the command that serves what `export` wrote: llama.cpp's for a GGUF file, vLLM's for a folder."""
+    return f"llama-server -m {exported}" if exported.suffix == ".gguf" else f"vllm serve {exported}"
 
 
 def note(recipe: LinearRecipe) -> str:

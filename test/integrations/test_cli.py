@@ -316,3 +316,18 @@ def test_a_run_exports_for_the_engine_of_its_recipe(
     o = job.Options(recipe=recipe, out=tmp_path / "run", export=tmp_path / "served", device="cpu")
     assert f"{tmp_path}/served/file" in job.run(o).where_to_look()
     assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", layout]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "file"), [("gguf-q4_0", "served/model.gguf"), ("vllm-w4a16-g32", "served")])
+def test_a_calibrated_conversion_prints_commands_that_serve_it(
+    recipe: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    how: dict[str, Any] = {"ptq": "gptq", "calibrate": tmp_path / "text.txt", "samples": 1, "length": 64}
+    cli.convert(Path(job.__file__).parents[3] / "eval" / "assets", recipe, Path("made"), **how)
+    export, serve = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert serve[-1] == file
+    cli.export(Path(export[2]), export[4], Path(export[6]))  # type: ignore[arg-type]
+    assert Path(file).exists()

@@ -84,13 +84,13 @@ def run(o: Options) -> Result:
             result = done if done is not None else _stages(o, folder, ranks)
             if (target := o.export) is None:
                 return result
-            written = ranks.share(lambda: export(o.out / "checkpoint", target, _engine_format(o)))
+            written = ranks.share(lambda: export(o.out / "checkpoint", target, engine_format(mixed(o.recipe))))
             return dataclasses.replace(result, exported=written)
 
 
-def _engine_format(o: Options) -> str:
-    """Return the layout of the engine that the recipe is for: ggml's blocks are llama.cpp's."""
-    configs = [config for config in each(mixed(o.recipe)) if isinstance(config, WeightConfig)]
+def engine_format(config: Any) -> str:
+    """Return the layout of the engine that a config is for: ggml's blocks are llama.cpp's."""
+    configs = [config for config in each(config) if isinstance(config, WeightConfig)]
     ggml = any(config.recipe().fprop_weight.format.standard in KINDS for config in configs)
     return "gguf" if ggml else "compressed-tensors"
 
@@ -163,7 +163,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     if o.export is not None and not folder.has(FLOAT):
         untrained = prepared(trains=False)
         convert(untrained)
-        ranks.share(lambda: check_export(untrained, _engine_format(o), tokenizer))
+        ranks.share(lambda: check_export(untrained, engine_format(mixed(o.recipe)), tokenizer))
         del untrained
     folder.begin()
     stages = [stage_of(FLOAT, float_model)]

@@ -12,6 +12,7 @@ from aoquant._messages import folded
 from aoquant.integrations.job.records import RESULTS, write_json
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.report import Report, render
+from aoquant.serving import command
 
 QUANTISATION_ERROR = "float_against_quantized"  # folder of the report of float against quantised
 PICTURE = "perplexity.png"
@@ -100,7 +101,7 @@ class Result:
         """Return the files that a run left, and which of them to open first."""
         out = self.out
         return (
-            (f"written for the engine: {self.exported}\n" if self.exported else "")
+            (f"written for the engine: {command(self.exported)}\n" if self.exported else "")
             + f"written to {out}/: {PICTURE} (the table's), report.md (all of this), {RESULTS}, checkpoint/\n"
             f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
             f"next: aoquant eval {out}/checkpoint, or a model of your own:\n"
