@@ -47,7 +47,8 @@ def in_order(visit: blocks.Visit, module: Any) -> list[str]:
 def choose(
     visit: blocks.Visit, fqn: str, module: Any, name: str, config: CalibrateConfig
 ) -> tuple[Encoded | None, PTQRow, int]:
-    """Return the codes of a stack, with experts in front; its row; and how many experts see too few tokens.
+    """Return the codes of a stack, with experts in front, None where all are the nearest; its row; and how many experts
+    see too few tokens.
 
     Raises:
         ValueError: naming the stack and its experts: an input holds NaN or Inf, or few tokens are refused.
@@ -99,6 +100,8 @@ def choose(
     notes = [f"{_counted(few)} of {len(grams)} are rounded to the nearest"] if few else []
     notes += [f"needed damping {damping:g}"] if damping > config.damping else []
     row = PTQRow(stack, operand.name, rows, lost / max(rows, 1), nearest / max(rows, 1), damping, "; ".join(notes))
+    if all(e in few for e in shown) or not (chooses or clips):
+        return None, row, len(few)  # the nearest, which convert makes
     scale, zero, outer = (None if t[0] is None else stacked(t) for t in list(zip(*codes, strict=True))[1:4])
     return Encoded(stacked([e.codes for e in codes]), scale, zero, outer, codes[0].k), row, len(few)
 
