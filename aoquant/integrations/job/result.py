@@ -104,7 +104,7 @@ class Result:
             (f"written for the engine: {command(self.exported)}\n" if self.exported else "")
             + f"written to {out}/: {PICTURE} (the table's), report.md (all of this), {RESULTS}, checkpoint/\n"
             f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
-            f"next: aoquant eval {out}/checkpoint, or a model of your own:\n"
+            f"next: aoquant eval {out}/checkpoint, or another model:\n"
             f"  aoquant run --model FOLDER --recipe {self.recipe} --train-text FILE --wikitext FOLDER --out OUT"
         )
 
