@@ -207,7 +207,9 @@ def _alike(a: Call | None, b: Call) -> bool:
     """Return whether two calls without their inputs have the same arguments."""
     ours, theirs = ([] if c is None else tree_leaves((c.args, c.kwargs)) for c in (a, b))
     return len(ours) == len(theirs) and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
+        torch.equal(x, y)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else type(x) is type(y) and (x == y or not isinstance(x, bool | int | float | str))
         for x, y in zip(ours, theirs, strict=True)
     )
 

@@ -5,8 +5,8 @@
 W s is stored, and 1 / s is folded into the norm or the linear layer before. So nothing is left at run time, and the
 float model's outputs do not change. Layers that read one tensor share s.
 
-- AWQ (Lin et al., 2023): s_j = mean |x_j|^a / mean |w_j|^(1 - a), with the a of a grid for which the outputs of the
-  deployed layers err least on rows of calibration data; s = 1 is among the candidates.
+- AWQ (Lin et al., 2023): s_j = mean |x_j|^a / mean (|w_j| over its block's largest)^(1 - a), with the a of a grid for
+  which the outputs of the deployed layers err least on rows of calibration data; s = 1 is among the candidates.
 - SmoothQuant (Xiao et al., 2022): s_j = max |x_j|^a / max |w_j|^(1 - a), with a given.
 """
 

@@ -43,10 +43,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Structure:
-    """Links that hold. read: whose output a linear layer or a norm is given, where that is another of them."""
+    """Links that hold. read: whose output a linear layer or a norm is given, where that is another of them. reached:
+    the linear layers and norms that ran; of others a forward proves nothing.
+    """
 
     links: list[Link]
     read: dict[str, str]
+    reached: set[str]
 
     def of(self, layer: str) -> Link | None:
         """Return the link whose layers hold `layer`."""
@@ -87,7 +90,7 @@ def find(model: nn.Module, batch: Any) -> Structure:
     }
     sharded = "its weight is sharded (DTensor): calibrate the whole model, and shard it then"
     refuse(problems | {n: sharded for n, w in weights.items() if isinstance(w, DTensor)})
-    read = _read(model, modules, batch)
+    read, reached = _read(model, modules, batch)
     wanted = shown(model, batch)
 
     def proved(links: list[Link]) -> list[Link]:
@@ -105,18 +108,19 @@ def find(model: nn.Module, batch: Any) -> Structure:
     found = proved(everything) or [link for links in alike.values() for link in proved(links)]
     known = {layer for link in found for layer in link.layers}
     for links in _candidates(modules).values():
-        new = [link for link in links if link.layers[0] not in known and link.layers[0] not in read]
+        ran = [link for link in links if {link.source, *link.layers} <= reached]
+        new = [link for link in ran if link.layers[0] not in known and link.layers[0] not in read]
         found += (held := proved(new))
         known |= {layer for link in held for layer in link.layers}
-    return Structure(found, read)
+    return Structure(found, read, reached)
 
 
 def _own(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _read(model: nn.Module, modules: dict[str, nn.Module], batch: Any) -> dict[str, str]:
-    """Return whose output each linear layer and norm is given. What is read from several modules is left out."""
+def _read(model: nn.Module, modules: dict[str, nn.Module], batch: Any) -> tuple[dict[str, str], set[str]]:
+    """Return (whose output each linear layer and norm is given, without what is read from several; those that ran)."""
     made: dict[int, tuple[str, Any]] = {}  # by address, while the tensor lives
     found: dict[str, str | None] = {}
 
@@ -145,7 +149,7 @@ def _read(model: nn.Module, modules: dict[str, nn.Module], batch: Any) -> dict[s
     finally:
         for handle in handles:
             handle.remove()
-    return {name: source for name, source in found.items() if source is not None}
+    return {name: source for name, source in found.items() if source is not None}, set(found)
 
 
 def _candidates(modules: dict[str, nn.Module]) -> dict[Any, list[Link]]:

@@ -70,6 +70,10 @@ def _stream(model: nn.Module, structure: Structure) -> None:
     tied = {n for n, m in modules.items() if m is head} if head is not None and _shared(head, embedding) else set()
     embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width]
     problems |= why_not_replaced(modules, [n for n in (*norms, *readers, *writers) if n not in tied])
+    unseen = {n for n in (*norms, *writers) if n not in structure.reached | tied}
+    problems |= dict.fromkeys(
+        unseen, "the first batch does not reach it, so nobody knows whether it writes to the stream"
+    )
     if not links:
         problems[type(model).__name__] = f"no norm of its residual stream, {width} wide, is read by linear layers alone"
     try:

@@ -42,6 +42,10 @@ from aoquant.report.measure import undisturbed
 from aoquant.unpack import why_not_held, with_codes
 
 ALL_EXPERTS = "its class does not show its router's choice, so all_experts is not for it: leave all_experts out"
+NOT_SCALED = (
+    "its method scales no inputs of stacked experts: add gptq or clip, leave the experts out, or give skip_incompatible=True to "
+    "round them to the nearest"
+)
 NOT_REACHED = "no batch reaches it: give batches that use every layer, or leave the layer out"
 
 
@@ -104,9 +108,13 @@ def calibrate_ptq(
             if asked.all_experts:
                 links.refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
             gains, left = dict[str, float](), dict[str, str]()
+            if asked.folds and not asked.steps & {"gptq", "clip"}:
+                left = {f"{n}.{p}": NOT_SCALED for n, m in stacks.items() for p in m.stacks}
+                links.refuse({} if skip_incompatible else left)
             if found is not None and asked.folds:
                 with links.unchanged(model, given[0], asked.method):
-                    gains, left = fold.fold(model, layers, found, given, asked, skip=skip_incompatible)
+                    gains, unscaled = fold.fold(model, layers, found, given, asked, skip=skip_incompatible)
+                left |= unscaled
             kv_caches = cached.prepare(model)
             if uncalibrated(model) or any(m.prepared.recipe.holds for m in layers.values() if gains):
                 calibrate(model, given)
@@ -245,6 +253,16 @@ class _Run:
     def _visit(self, visit: blocks.Visit) -> list[PTQRow]:
         """Calibrate one block, group by group, or give it the codes that were found before."""
         if self.store is not None and (before := self.store.read(visit.block.fqn)) is not None:
+            stacked = {fqn: self.stacks[fqn].stacks for fqn in visit.block.layers if fqn in self.stacks}
+            asked = {
+                n
+                for fqn in visit.block.layers
+                for n in ([f"{fqn}.{p}" for p in stacked[fqn]] if fqn in stacked else [fqn])
+            }
+            if other := ", ".join(sorted(before.keys() ^ asked)):
+                raise ValueError(
+                    f"{visit.block.fqn}: the checkpoint has codes of other layers ({other}): give the same filter_fn, or an empty folder"
+                )
             for fqn, (encoded, row) in before.items():
                 self._place(fqn, encoded, row)
             for fqn in visit.block.layers if self.step == "prepare" else ():

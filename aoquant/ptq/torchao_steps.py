@@ -35,15 +35,19 @@ class Recorder:
         self.handle: Any = None
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if any("Cache" in type(value).__name__ for value in kwargs.values()):
+        if any("Cache" in type(value).__name__ for value in (*args, *kwargs.values())):
             raise ValueError(
                 f"{type(model).__name__}: it is called with a cache, which changes, so this call cannot be repeated: calibrate on calls "
                 "without one, such as model(input_ids)"
             )
         given = args
         if kwargs:
-            bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-            given = {k: v for k, v in bound.items() if not isinstance(v, dict)} | kwargs
+            signature = inspect.signature(model.forward)
+            bound = signature.bind(*args, **kwargs).arguments
+            kinds = {name: signature.parameters[name].kind for name in bound}
+            if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY} & {*kinds.values()}:
+                raise ValueError(f"{type(model).__name__}: call it with keyword arguments alone while it is observed")
+            given = {k: v for k, v in bound.items() if kinds[k] is not inspect.Parameter.VAR_KEYWORD} | kwargs
         self.batches.append(tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, given))
 
 

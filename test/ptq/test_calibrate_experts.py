@@ -170,3 +170,12 @@ def test_a_calibration_goes_on_with_the_same_experts(step: str | None, tmp_path:
         assert report == reports[0] and torch.equal(logits(model), wanted)
         quantize_(model, QATConfig(step="convert")) if step else None
         assert all(same_bits(p, stacks(models[0])[n]) for n, p in stacks(model).items())
+
+
+def test_a_method_that_only_scales_inputs_is_refused_for_stacks() -> None:
+    model, config = model_of("mixtral"), CalibrateConfig("int4-g32", "awq")
+    with pytest.raises(ValueError, match=r"layers\.\*\.mlp\.experts\.gate_up_proj.*gptq or clip"):
+        calibrate_ptq(model, batches(), config)
+    assert stacks(model) == {}
+    report = calibrate_ptq(model, batches(), config, skip_incompatible=True)
+    assert of_stacks(report, model) and all("gptq or clip" in row.note for row in of_stacks(report, model))

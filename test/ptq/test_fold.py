@@ -28,7 +28,7 @@ from aoquant import (
 )
 from aoquant.linear.packed import PackedLinear
 from aoquant.linear.tensor import same_bits
-from aoquant.ptq import clip
+from aoquant.ptq import clip, links
 from aoquant.report.measure import logits_of, run
 from aoquant.transforms.hadamard import hadamard_matrix
 
@@ -297,3 +297,28 @@ def test_hadamard_matrices_that_are_not_known(n: int) -> None:
 def test_wrong_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="CalibrateConfig"):
         CalibrateConfig("int4-g32", **arguments)
+
+
+class _Towers(nn.Module):
+    """Two towers of attention's layers; a batch without an image runs one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for tower in ("text", "vision"):
+            layers = nn.ModuleDict({n: nn.Linear(16, 16, bias=False) for n in ("q_proj", "k_proj", "v_proj", "o_proj")})
+            layers.head_dim = 16
+            self.add_module(tower, layers)
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        for tower, given in ((self.text, x), (self.vision, image)):
+            if given is not None:
+                scores = tower["q_proj"](given) @ tower["k_proj"](given).mT
+                x = x + tower["o_proj"](scores.softmax(-1) @ tower["v_proj"](given))
+        return x
+
+
+def test_layers_that_the_first_batch_does_not_reach_are_in_no_link() -> None:
+    torch.manual_seed(0)
+    found = links.find(_Towers(), torch.randn(2, 5, 16))
+    assert "text.v_proj" in [link.source for link in found.links]
+    assert not [link for link in found.links if any(n.startswith("vision") for n in (link.source, *link.layers))]

@@ -75,3 +75,26 @@ def test_another_model_config_or_data_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match="damaged"):
         calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"), checkpoint=tmp_path)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def test_codes_of_other_layers_are_refused(tmp_path: Path) -> None:
+    """Another filter_fn is another calibration, whichever of them took more layers."""
+    config, fewer = CalibrateConfig("int4-g32"), lambda module, fqn: fqn.endswith(".a")
+    for i, (first, then) in enumerate(((fewer, None), (None, fewer))):
+        nets = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            nets.append(nn.Sequential(Block(), Block()))
+        calibrate_ptq(nets[0], batches(), config, filter_fn=first, checkpoint=tmp_path / str(i))
+        with pytest.raises(ValueError, match=r"^0: .*0\.b"):
+            calibrate_ptq(nets[1], batches(), config, filter_fn=then, checkpoint=tmp_path / str(i))
+        assert type(nets[1][0].a) is nn.Linear
