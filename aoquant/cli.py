@@ -205,9 +205,11 @@ def convert(
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
     if calibrate is not None:
-        from aoquant import serving
+        from aoquant import export, serving  # noqa: F401 export says what vLLM's formats cannot hold
+        from aoquant.config import WeightConfig
         from aoquant.integrations.calibrated import convert_calibrated
         from aoquant.integrations.job import engine_format
+        from aoquant.planning.choose import each
         from aoquant.ptq.calibrate_config import CalibrateConfig
 
         asked = CalibrateConfig(config, method=ptq)
@@ -220,9 +222,12 @@ def convert(
         }
         print(convert_calibrated(model, asked, out, calibrate, skip_incompatible=skip_incompatible, **how))
         layout = engine_format(config)
-        served = Path("served/model.gguf" if layout == "gguf" else "served")
-        print(f"written: {out}. For an engine:\n  aoquant export {out} --format {layout} --out served")
-        print(f"  {serving.command(served)}")
+        recipes = [] if layout == "gguf" else [c.recipe() for c in each(config) if isinstance(c, WeightConfig)]
+        refused = [reason for recipe in recipes for reason in serving.refused(recipe, "vllm")]
+        print(
+            f"written: {out}. "
+            + (refused or [f"For an engine: aoquant export {out} --format {layout} --out served"])[0]
+        )
         return
     from aoquant.integrations.stream import convert_checkpoint
 
@@ -388,9 +393,11 @@ def export(
         skip: quantised layers to write as floats: names, globs or re: patterns.
         max_shard_size: of the safetensors files, such as 5GB.
     """
+    from aoquant import serving
     from aoquant.export import export as write
 
-    print(f"written: {write(checkpoint, out, format, skip=skip, max_shard_size=max_shard_size)}")
+    written = write(checkpoint, out, format, skip=skip, max_shard_size=max_shard_size)
+    print(f"written: {written}\n{serving.command(written)}")
 
 
 # Commands import what they need themselves: `aoquant formats` does not wait for transformers.

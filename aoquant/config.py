@@ -35,7 +35,7 @@ from aoquant.formats import (
 )
 from aoquant.formats.operand import SCALES
 from aoquant.hybrid import HybridConfig, backward_slots, check_seed
-from aoquant.kv import KVCacheConfig, as_kv_config
+from aoquant.kv.config import KVCacheConfig, as_kv_config, layers_and_cache, under_one_cache
 from aoquant.linear.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
@@ -46,8 +46,6 @@ MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
 ALL_EXPERTS = r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?"
 # attention under the names that models give it; Nemotron-H calls it "mixer", as its other layers, so by its layers, too
 ATTENTION = r"re:(?i:(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?|.*\.[qkvo]_proj)"
-# modules, not weights, whose names come first; a KVCacheConfig concerns attention modules alone
-ALL_CACHES = r"re:.*(?<!\.weight)"
 
 FIND: list[Callable[[str], Any]] = []  # `recipes.get_recipe` alone, which adds itself: recipes are made of configs
 
@@ -378,24 +376,8 @@ def named(config: Any) -> Any:
     if isinstance(config, str):
         return FIND[0](config).make()
     if isinstance(config, FqnToConfig) and any(isinstance(c, str) for c in config.fqn_to_config.values()):
-        parts = {name: apart(named(c)) for name, c in config.fqn_to_config.items()}
-        cached = {name: cache for name, (_, cache) in parts.items() if cache is not None}
-        if wrong := [name for name in cached if name != "_default"]:
-            raise ValueError(
-                f"{wrong[0]}: {config.fqn_to_config[wrong[0]]} has a KV cache, which goes by the names of attention modules: give "
-                "it to _default, or a recipe without a cache here and a KVCacheConfig to those"
-            )
-        of_caches = {ALL_CACHES: cached["_default"]} if cached else {}
-        return by_layer({name: layers for name, (layers, _) in parts.items()} | of_caches)
+        return by_layer(under_one_cache({name: named(c) for name, c in config.fqn_to_config.items()}))
     return config
-
-
-def apart(config: Any) -> tuple[Any, KVCacheConfig | None]:
-    """Return the config of layers and the config of all KV caches, which a recipe may have."""
-    by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else {}
-    if by_name.keys() == {"_default", ALL_CACHES} and isinstance(by_name[ALL_CACHES], KVCacheConfig):
-        return by_name["_default"], by_name[ALL_CACHES]
-    return config, None
 
 
 @dataclass
@@ -465,7 +447,7 @@ class QATConfig(AOBaseConfig):
             straight_through = "clipped" if backward == "quartet" else "identity"
         own = backward.seed if isinstance(backward, HybridConfig) else 0
         alone = isinstance(base_config, KVCacheConfig)
-        self.base_config, cache = (None, base_config) if alone else apart(named(base_config))
+        self.base_config, cache = (None, base_config) if alone else layers_and_cache(named(base_config))
         self.kv_cache = as_kv_config(cache if kv_cache is None else kv_cache)
         self.activation_config, self.weight_config = activation_config, weight_config
         self.straight_through, self.scales = straight_through, "dynamic" if scales is None else scales

@@ -31,7 +31,6 @@ from torchao.quantization import (
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant.config import (
-    ALL_CACHES,
     ALL_EXPERTS,
     ATTENTION,
     FIND,
@@ -46,12 +45,12 @@ from aoquant.config import (
     Packed4WeightConfig,
     PackedWeightConfig,
     QATConfig,
-    apart,
     by_layer,
 )
 from aoquant.formats import get_format
 from aoquant.hybrid import HybridConfig
 from aoquant.kv import KVCacheConfig
+from aoquant.kv.config import ALL_CACHES, layers_and_cache
 from aoquant.transforms import WUSH, Hadamard
 
 
@@ -366,7 +365,7 @@ def mixed(
     default = make(get_recipe(recipe))
     if not layers and not skip:
         return default
-    default, cache = _apart(default)
+    default, cache = _split(default)
     if isinstance(default, FqnToConfig) or isinstance(getattr(default, "base_config", None), FqnToConfig):
         raise ValueError(
             f"{recipe} chooses its layers itself: leave out layers and skip, or give a recipe that takes all layers"
@@ -378,16 +377,16 @@ def mixed(
             raise ValueError(f"layers are given as NAME or NAME=RECIPE, got {entry!r}")
         if name in by_name:
             raise ValueError(f"{name!r} is given twice: once is enough, in layers or in skip")
-        by_name[name] = _apart(make(get_recipe(other)))[0] if equals else default
+        by_name[name] = _split(make(get_recipe(other)))[0] if equals else default
     if all("=" in entry for entry in layers):
         by_name["_default"] = default
     return by_layer(by_name if cache is None else by_name | {ALL_CACHES: cache})
 
 
-def _apart(config: Any) -> tuple[Any, Any]:
+def _split(config: Any) -> tuple[Any, Any]:
     """Return the configs of layers and of KV caches, each of training where `config` is."""
     if not isinstance(config, QATConfig) or config.kv_cache is None or config.base_config is None:
-        return apart(config)
+        return layers_and_cache(config)
     layers = dataclasses.replace(config, kv_cache=None)
     return layers, dataclasses.replace(config, base_config=None)
 

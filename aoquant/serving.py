@@ -8,6 +8,7 @@ know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -160,7 +161,8 @@ def refused(recipe: LinearRecipe, engine: str, *, experts: bool = False) -> list
 
 def command(exported: Path) -> str:
     """Return the command that serves what `export` wrote: llama.cpp's for a GGUF file, vLLM's for a folder."""
-    return f"llama-server -m {exported}" if exported.suffix == ".gguf" else f"vllm serve {exported}"
+    file = shlex.quote(str(exported))
+    return f"llama-server -m {file}" if exported.suffix == ".gguf" else f"vllm serve {file}"
 
 
 def note(recipe: LinearRecipe) -> str:

@@ -152,6 +152,17 @@ def stepping(made: LlamaForCausalLM, cache: Any, batch: int) -> Callable[[], Non
     return run
 
 
+def peak(run: Callable[[], None]) -> int:
+    """Return the bytes that a warm run takes at most, beyond what is there before."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> list[Row]:
     """Time decoding steps, with the bytes of the caches and the peak of a step."""
     floats = model()
@@ -166,13 +177,7 @@ def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> l
         cache = filled(made, None if name == "bf16" else name, batch, tokens)
         stored[name] = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
         runs[name] = stepping(made, cache, batch)
-        runs[name]()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        runs[name]()
-        torch.cuda.synchronize()
-        peaks[name] = torch.cuda.max_memory_allocated() - before
+        peaks[name] = peak(runs[name])
     times = interleaved(runs, rounds)
     base = percentiles(times["bf16"])[1]
     rows = []
@@ -227,20 +232,14 @@ def measure_training(formats: list[str], rounds: int) -> list[Row]:
 
         return run
 
-    runs, peaks = {"bf16": trains(floats)}, {}
+    runs = {"bf16": trains(floats)}
     for name in formats:
         made = model().train()
         for own, shared in zip(made.parameters(), floats.parameters(), strict=True):
             own.data = shared.data
         quantize_(made, QATConfig(config_of(name), step="prepare"))
         runs[name] = trains(made)
-    for name, run in runs.items():
-        run()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        peaks[name] = torch.cuda.max_memory_allocated() - before
+    peaks = {name: peak(run) for name, run in runs.items()}
     times = interleaved(runs, rounds)
     base = percentiles(times["bf16"])[1]
     rows = []

@@ -1,4 +1,4 @@
-"""What calibrated PTQ costs at the shape of an 8B Llama: seconds a billion parameters, by stage, and peak memory.
+"""Measure calibrated PTQ at the shape of an 8B Llama: seconds a billion parameters, by stage, and peak memory.
 
     python benchmarks/ptq_cost.py [--recipes int4-g128] [--layers 2] [--samples 128] [--length 2048]
 

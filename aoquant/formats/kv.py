@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aoquant.transforms.hadamard import butterflies
+from aoquant.transforms.hadamard import butterflies, signs
 
 from . import layout
 from .base import Encoded
@@ -188,9 +188,7 @@ def _mixed(y: Tensor, *, signs_first: bool) -> Tensor:
     """Return float32 rows times H D (signs first) or D H: blocks of the largest power of two that divides the row."""
     d = y.shape[-1]
     b = d & -d
-    bit = torch.arange(16, dtype=torch.int32, device=y.device)
-    words = [SIGNS >> start & 0xFFFF for start in range(0, max(b, 16), 16)]
-    sign = (1 - 2 * torch.cat([(torch.full_like(bit, word) >> bit) & 1 for word in words]))[:b].float()
+    sign = signs(SIGNS, b, y.device).float()
     rows = y.reshape(-1, b)
     rows = butterflies(rows * sign, b) if signs_first else butterflies(rows, b) * sign
     return rows.view(y.shape)

@@ -29,6 +29,7 @@ from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, matrix
 from aoquant.linear.prepared import PreparedModule
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import key_of
+from aoquant.planning.heads import input_embeddings
 from aoquant.quantize import config_of, packed_config
 from aoquant.report.measure import weight_of
 
@@ -296,15 +297,6 @@ def _stack_configs(model: nn.Module) -> dict[str, Any]:
         for name in stacks_of(module)
         if isinstance(weight := getattr(module, name), PackedTensor)
     }
-
-
-def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """The module that HF calls the model's input embeddings; None for a model without: images, speech, two encoders."""
-    try:
-        found: nn.Module | None = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # HF guesses by names
-        return None
-    return found
 
 
 def _check_tie(model: PreTrainedModel) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchao.core.config import AOBaseConfig
+from torchao.quantization import FqnToConfig
 
 from aoquant.formats import KVFormat, get_kv_format
 
 SCHEMA = 1  # as config.SCHEMA: of checkpoints
 SCALES = ("pow2", "amax")
+# modules, not weights, whose names come first; a KVCacheConfig concerns attention modules alone
+ALL_CACHES = r"re:.*(?<!\.weight)"
 
 
 @dataclass
@@ -78,3 +82,28 @@ def as_kv_config(given: Any) -> KVCacheConfig | None:
     if not isinstance(given, str):
         raise ValueError(f"kv_cache takes the name of a KV format or a KVCacheConfig, got {given!r}")
     return KVCacheConfig(given)
+
+
+def layers_and_cache(config: Any) -> tuple[Any, KVCacheConfig | None]:
+    """Return the config of layers and the config of all KV caches, which a recipe may have."""
+    by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else {}
+    if by_name.keys() == {"_default", ALL_CACHES} and isinstance(by_name[ALL_CACHES], KVCacheConfig):
+        return by_name["_default"], by_name[ALL_CACHES]
+    return config, None
+
+
+def under_one_cache(configs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return configs by name whose KV cache, if "_default" has one, is that of all attention modules.
+
+    Raises:
+        ValueError: another name has a config with a cache.
+    """
+    parts = {name: layers_and_cache(config) for name, config in configs.items()}
+    cached = {name: cache for name, (_, cache) in parts.items() if cache is not None}
+    if wrong := [name for name in cached if name != "_default"]:
+        raise ValueError(
+            f"{wrong[0]}: its recipe has a KV cache, which goes by the names of attention modules: give it to _default, or a recipe "
+            "without a cache here and a KVCacheConfig to those"
+        )
+    of_caches = {ALL_CACHES: cached["_default"]} if cached else {}
+    return {name: layers for name, (layers, _) in parts.items()} | of_caches

@@ -16,8 +16,9 @@ from torch import nn
 from torchao.quantization import FqnToConfig
 
 from aoquant._messages import AoquantWarning, listed
-from aoquant.config import ALL_CACHES, QATConfig, apart, by_layer
+from aoquant.config import QATConfig, by_layer
 from aoquant.kv import KVCacheConfig, hook
+from aoquant.kv.config import ALL_CACHES, layers_and_cache
 from aoquant.linear.kinds import is_layer
 from aoquant.linear.prepared import PreparedModule
 from aoquant.planning.choose import Filter, key_of
@@ -84,6 +85,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     _warn_of_names(modules, config, alone=found.layers is None)
     if found.layers is not None:
         filter_fn = None
+    others = list[str]()
     for fqn, module in modules.items():
         own = _of_cache(config, fqn)
         if own is None or (filter_fn is not None and not filter_fn(module, fqn)):
@@ -92,12 +94,17 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         if isinstance(own, QATConfig) and own.step == "convert":
             if quant is not None and not quant.converted:
                 found.converted.append(fqn)
-                _check_same(fqn, quant.config, own.kv_cache)
+                if own.kv_cache not in (None, quant.config):
+                    others.append(f"{fqn}: prepared with {quant.config}, and convert is given {own.kv_cache}")
         elif isinstance(own, QATConfig):
             found.prepared[fqn] = own.kv_cache
         else:
             found.quantised[fqn] = own
-    asked = found.layers is None or _asks(config) or apart(config)[1] is not None
+    if others:
+        raise ValueError(
+            f"{len(others)} KV cache(s) were prepared otherwise: give convert the same, or none; the model is unchanged:{listed(others)}"
+        )
+    asked = found.layers is None or _asks(config) or layers_and_cache(config)[1] is not None
     if asked and not (found.prepared or found.quantised or found.converted):
         raise ValueError(
             f"no KV cache to quantise: the {type(model).__name__} has no attention module, with a cache among the arguments of its "
@@ -105,15 +112,6 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         )
     _check(model, found, skip_incompatible)
     return found
-
-
-def _check_same(fqn: str, prepared: KVCacheConfig, given: KVCacheConfig | None) -> None:
-    """Raise ValueError where convert is given another config than prepare was."""
-    if given not in (None, prepared):
-        raise ValueError(
-            f"{fqn}: its KV cache was prepared with {prepared}, and convert is given {given}: give convert the same, or none; "
-            "the model is unchanged"
-        )
 
 
 def _warn_of_names(modules: dict[str, nn.Module], config: Any, *, alone: bool) -> None:

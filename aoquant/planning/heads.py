@@ -29,12 +29,23 @@ def heads(model: nn.Module) -> set[int]:
 
 def output_embeddings(model: Any) -> nn.Module | None:
     """Return the output layer that a Hugging Face model names, None where it names none."""
-    get = getattr(model, "get_output_embeddings", None)
+    return _named(model, "get_output_embeddings")
+
+
+def input_embeddings(model: Any) -> nn.Module | None:
+    """Return the input embeddings that a Hugging Face model names; None where it names none: images, speech, two
+    encoders.
+    """
+    return _named(model, "get_input_embeddings")
+
+
+def _named(model: Any, method: str) -> nn.Module | None:
+    get = getattr(model, method, None)
     try:
-        output = get() if callable(get) else None
-    except (NotImplementedError, AttributeError):
+        found = get() if callable(get) else None
+    except (NotImplementedError, AttributeError):  # transformers guesses by names
         return None
-    return output if isinstance(output, nn.Module) else None
+    return found if isinstance(found, nn.Module) else None
 
 
 def _behind_body(model: Any) -> list[nn.Module]:

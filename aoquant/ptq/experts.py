@@ -90,8 +90,10 @@ def choose(
                     target_NK = gptq.towards_float(target_NK, ahead_KK, factor)
                 weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, factor)))
             else:
-                lost += grams[e].rows * gptq.missed(target_NK, operand.decode(codes[e], values_in).float(), h_KK)
-            nearest += grams[e].rows * gptq.missed(target_NK, operand.decode(rounded, values_in).float(), h_KK)
+                (missed,) = gptq.missed(target_NK, h_KK, operand.decode(codes[e], values_in).float())
+                lost += grams[e].rows * missed
+            (missed,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
+            nearest += grams[e].rows * missed
         if weights:
             made = gptq.choose_codes([w for _, w in weights], operand.format, values_in)
             for (e, _), best in zip(weights, made, strict=True):

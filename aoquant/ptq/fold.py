@@ -31,7 +31,7 @@ SMALLEST = 1e-3  # of the mean over channels: what never occurs is scaled as if 
 
 
 class Inputs:
-    """What is kept of a layer's input: sums over all tokens that count, and some of the rows."""
+    """Keep of a layer's input the sums over all tokens that count, and some of the rows."""
 
     def __init__(self, share: int) -> None:
         self.share, self.tokens, self.rows = share, 0, list[Tensor]()
@@ -77,7 +77,7 @@ def fold(
     Raises:
         ValueError: naming each layer whose scales cannot be folded, or whose input cannot be used.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     links, left = _chosen(modules, layers, structure, smooth="smoothquant" in config.steps)
     if left and not skip:
         refuse(left)
@@ -100,7 +100,7 @@ def _is_rounded(layer: QATLinear | None) -> bool:
 
 
 def _chosen(
-    modules: dict[str, nn.Module], layers: Mapping[str, QATLinear], structure: Structure, *, smooth: bool
+    modules: dict[str, Any], layers: Mapping[str, QATLinear], structure: Structure, *, smooth: bool
 ) -> tuple[list[Link], dict[str, str]]:
     """Return the links of `layers`, and why layers have none that can be used."""
     problems, links = dict[str, str](), dict[str, Link]()
@@ -127,7 +127,7 @@ def _chosen(
 
 
 def _watched(
-    model: nn.Module, modules: dict[str, nn.Module], links: Sequence[Link], batches: Sequence[Any]
+    model: nn.Module, modules: dict[str, Any], links: Sequence[Link], batches: Sequence[Any]
 ) -> dict[str, Inputs]:
     """Run the float model, and return the inputs of each link's layers by its source."""
     seen = {link.source: Inputs(-(-ROWS // len(batches))) for link in links}
@@ -214,10 +214,10 @@ def _floored(size_C: Tensor) -> Tensor:
     return size_C.clamp(min=float(size_C.mean()) * SMALLEST + 1e-30)
 
 
-def _apply(modules: dict[str, nn.Module], link: Link, s_C: Tensor) -> None:
+def _apply(modules: dict[str, Any], link: Link, s_C: Tensor) -> None:
     """Divide the source's channels by s, and multiply the input channels of the layers."""
     source = modules[link.source]
-    weight: Tensor = source._parameters["weight"]  # type: ignore[assignment]
+    weight: Tensor = source._parameters["weight"]
     s = torch.ones(len(weight), dtype=torch.float64, device=weight.device)
     s[link.channels_K.unique().to(s.device)] = s_C.double()
     parts = {n: p.detach().double() for n in ("weight", "bias") if (p := source._parameters.get(n)) is not None}
@@ -225,7 +225,7 @@ def _apply(modules: dict[str, nn.Module], link: Link, s_C: Tensor) -> None:
         plus = offset(source) or 0.0
         gain = parts["weight"] + plus
         replace(source, "weight", gain / s - plus)
-        stored = source._parameters["weight"].detach().double() + plus  # type: ignore[union-attr]
+        stored = source._parameters["weight"].detach().double() + plus
         s = torch.where((gain == 0) | (stored == 0), s, gain / stored)  # what a 16-bit norm rounds is made up for
     else:
         replace(source, "weight", parts["weight"] / s[:, None])
@@ -233,5 +233,5 @@ def _apply(modules: dict[str, nn.Module], link: Link, s_C: Tensor) -> None:
         replace(source, "bias", parts["bias"] / s)
     s_K = s[link.channels_K.to(s.device)]
     for name in link.layers:
-        w_NK = modules[name]._parameters["weight"].detach().double()  # type: ignore[union-attr]
+        w_NK = modules[name]._parameters["weight"].detach().double()
         replace(modules[name], "weight", w_NK * s_K.to(w_NK.device))

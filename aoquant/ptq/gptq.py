@@ -155,9 +155,7 @@ def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) 
         del upper_EKK
         for w, *made in zip(some, *parts, strict=True):
             values_NK, codes_NK = (torch.cat(halves) for halves in zip(*made, strict=True))
-            square = _energy(w.target_NK, w.gram_KK)
-            missed = (format.decode(w.encoded, dtype).float(), values_NK)
-            nearest, error = (_energy(w.target_NK - q_NK, w.gram_KK) / max(square, 1e-300) for q_NK in missed)
+            nearest, error = missed(w.target_NK, w.gram_KK, format.decode(w.encoded, dtype).float(), values_NK)
             found.append(Chosen(packed(format, w.encoded, codes_NK), error, nearest))
     return found
 
@@ -183,6 +181,7 @@ def _energy(d_NK: Tensor, gram_KK: Tensor) -> float:
     return float(((d_NK @ gram_KK) * d_NK).sum(dtype=torch.float64))
 
 
-def missed(target_NK: Tensor, q_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the squared error of x Q^T over the square of x W^T, from the Gram matrix of x."""
-    return _energy(target_NK - q_NK, gram_KK) / max(_energy(target_NK, gram_KK), 1e-300)
+def missed(target_NK: Tensor, gram_KK: Tensor, *found_NK: Tensor) -> list[float]:
+    """Return the squared error of x Q^T over the square of x W^T for each Q, from the Gram matrix of x."""
+    square = max(_energy(target_NK, gram_KK), 1e-300)
+    return [_energy(target_NK - q_NK, gram_KK) / square for q_NK in found_NK]

@@ -62,9 +62,9 @@ def is_norm(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 1 and not list(module.children())
 
 
-def offset(norm: nn.Module) -> float | None:
+def offset(norm: Any) -> float | None:
     """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for another one."""
-    weight: Tensor = norm._parameters["weight"]  # type: ignore[assignment]
+    weight: Tensor = norm._parameters["weight"]
     x = torch.linspace(-1, 1, len(weight), device=weight.device, dtype=weight.dtype)[None]
     bias = norm._parameters.get("bias")
     fixed = {} if bias is None else {"bias": torch.zeros_like(bias)}
@@ -83,7 +83,7 @@ def find(model: nn.Module, batch: Any) -> Structure:
     Raises:
         ValueError: naming layers whose weights are sharded or have no values.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     weights = {n: m.weight for n, m in modules.items() if isinstance(m, nn.Linear)}
     problems = {
         n: "its weight is on the meta device and has no values: load it first" for n, w in weights.items() if w.is_meta
@@ -119,7 +119,7 @@ def _own(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _read(model: nn.Module, modules: dict[str, nn.Module], batch: Any) -> tuple[dict[str, str], set[str]]:
+def _read(model: nn.Module, modules: dict[str, Any], batch: Any) -> tuple[dict[str, str], set[str]]:
     """Return (whose output each linear layer and norm is given, without what is read from several; those that ran)."""
     made: dict[int, tuple[str, Any]] = {}  # by address, while the tensor lives
     found: dict[str, str | None] = {}
@@ -152,7 +152,7 @@ def _read(model: nn.Module, modules: dict[str, nn.Module], batch: Any) -> tuple[
     return {name: source for name, source in found.items() if source is not None}, set(found)
 
 
-def _candidates(modules: dict[str, nn.Module]) -> dict[Any, list[Link]]:
+def _candidates(modules: dict[str, Any]) -> dict[Any, list[Link]]:
     """Return possible links between linear layers of one module, those of alike blocks together."""
     found: dict[Any, list[Link]] = {}
     for parent, module in modules.items():
@@ -175,7 +175,7 @@ def _candidates(modules: dict[str, nn.Module]) -> dict[Any, list[Link]]:
     return found
 
 
-def _holds(model: nn.Module, modules: dict[str, nn.Module], links: list[Link], batch: Any, wanted: Tensor) -> bool:
+def _holds(model: nn.Module, modules: dict[str, Any], links: list[Link], batch: Any, wanted: Tensor) -> bool:
     """Return whether outputs stay, bit for bit, when channels are multiplied by powers of two and divided again."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     handles = []
@@ -189,7 +189,7 @@ def _holds(model: nn.Module, modules: dict[str, nn.Module], links: list[Link], b
     try:
         for link in links:
             source = modules[link.source]
-            count = source.out_features if isinstance(source, nn.Linear) else len(source._parameters["weight"])  # type: ignore[arg-type]
+            count = source.out_features if isinstance(source, nn.Linear) else len(source._parameters["weight"])
             s_C = torch.ones(count, device="cpu")
             used = link.channels_K.unique()
             s_C[used] = 2.0 ** torch.randint(0, 2, used.shape, generator=generator, device="cpu")
@@ -228,7 +228,7 @@ def unchanged(model: nn.Module, batch: Any, what: str) -> Iterator[None]:
         )
 
 
-def why_not_replaced(modules: dict[str, nn.Module], names: Iterable[str]) -> dict[str, str]:
+def why_not_replaced(modules: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
     """Return why weights of modules cannot be replaced: packed, sharded, without values, or tied."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():

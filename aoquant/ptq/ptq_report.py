@@ -10,7 +10,7 @@ from aoquant._messages import listed
 
 @dataclass(frozen=True)
 class PTQRow:
-    """One layer, or one stack of experts, whose errors are means over the tokens of its experts.
+    """Hold one layer, or one stack of experts, whose errors are means over the tokens of its experts.
 
     tokens: rows of its input that the codes were chosen on. error, nearest: squared error of its output over the
     output's square, of its codes and of rounding to the nearest. damping: what the Gram matrix needed. note: what is

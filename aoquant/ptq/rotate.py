@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant._messages import AoquantWarning
-from aoquant.planning.heads import output_embeddings
+from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.tied import identity
 from aoquant.ptq.links import Link, Structure, is_norm, offset, refuse, replace, why_not_replaced
 from aoquant.transforms.hadamard import hadamard_matrix
@@ -58,7 +58,7 @@ def _stream(model: nn.Module, structure: Structure) -> None:
     """R1."""
     embedding = _embedding(model)
     width = embedding.embedding_dim
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     norms = {n: m for n, m in modules.items() if is_norm(m) and m._parameters["weight"].shape == (width,)}
     links = {link.source: link for link in structure.links if link.source in norms}
     problems = {n: why for n, m in norms.items() if (why := _why_no_norm(n, m, modules, links, structure)) is not None}
@@ -69,7 +69,8 @@ def _stream(model: nn.Module, structure: Structure) -> None:
     head = output_embeddings(model)
     tied = {n for n, m in modules.items() if m is head} if head is not None and _shared(head, embedding) else set()
     embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width]
-    problems |= why_not_replaced(modules, [n for n in (*norms, *readers, *writers) if n not in tied])
+    shared = tied | {n for n in embeddings if tied and modules[n] is embedding}  # these two are untied below
+    problems |= why_not_replaced(modules, [n for n in (*norms, *readers, *writers, *embeddings) if n not in shared])
     unseen = {n for n in (*norms, *writers) if n not in structure.reached | tied}
     problems |= dict.fromkeys(
         unseen, "the first batch does not reach it, so nobody knows whether it writes to the stream"
@@ -100,7 +101,7 @@ def _stream(model: nn.Module, structure: Structure) -> None:
 
 def _heads(model: nn.Module, structure: Structure) -> None:
     """R2."""
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     links = [link for link in structure.links if link.head and not is_norm(modules[link.source])]
     if not links:
         refuse({type(model).__name__: "no layer reads the values of attention heads alone, so there is nothing for R2"})
@@ -129,19 +130,14 @@ def _embedding(model: Any) -> nn.Embedding:
     Raises:
         ValueError: there is none.
     """
-    get = getattr(model, "get_input_embeddings", None)
-    try:
-        found = get() if callable(get) else None
-    except (NotImplementedError, AttributeError):
-        found = None
-    found = found or next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    found = input_embeddings(model) or next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if not isinstance(found, nn.Embedding):
         raise ValueError(f"{type(model).__name__}: has no nn.Embedding, with which its residual stream would begin")
     return found
 
 
 def _why_no_norm(
-    name: str, norm: nn.Module, modules: dict[str, nn.Module], links: dict[str, Link], structure: Structure
+    name: str, norm: Any, modules: dict[str, Any], links: dict[str, Link], structure: Structure
 ) -> str | None:
     """Return why R1 cannot go through a norm that is as wide as the residual stream; None if it can."""
     before = structure.read.get(name)
@@ -156,9 +152,9 @@ def _why_no_norm(
     return None
 
 
-def _commutes(norm: nn.Module) -> bool:
+def _commutes(norm: Any) -> bool:
     """Return whether a norm without its gain commutes with a reflection, which moves the direction of the mean."""
-    weight: Tensor = norm._parameters["weight"]  # type: ignore[assignment]
+    weight: Tensor = norm._parameters["weight"]
     if norm._parameters.get("bias") is not None:
         return False
     x = torch.linspace(-1, 2, len(weight), dtype=torch.float32, device=weight.device)[None] ** 2
@@ -168,8 +164,8 @@ def _commutes(norm: nn.Module) -> bool:
     return torch.allclose(turned, y - 2 * (y @ v)[:, None] * v, atol=1e-3)
 
 
-def _shared(a: nn.Module, b: nn.Module) -> bool:
-    return identity(a.weight) == identity(b.weight)  # type: ignore[arg-type]
+def _shared(a: Any, b: Any) -> bool:
+    return identity(a.weight) == identity(b.weight)
 
 
 def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:
@@ -205,9 +201,9 @@ def ties_restored(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _multiply(module: nn.Module, name: str, *, left: Tensor | None = None, right: Tensor | None = None) -> None:
+def _multiply(module: Any, name: str, *, left: Tensor | None = None, right: Tensor | None = None) -> None:
     """Replace a parameter by left @ it @ right, computed in float64."""
-    value = module._parameters[name].detach().double()  # type: ignore[union-attr]
+    value = module._parameters[name].detach().double()
     if left is not None:
         value = left.to(value.device) @ value
     if right is not None:

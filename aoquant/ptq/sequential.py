@@ -343,9 +343,9 @@ class _Run:
                 (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
                 e, lost, nearest = chosen.encoded, chosen.error, None if clips else chosen.nearest
             if lost is None:
-                lost = gptq.missed(target_NK, operand.decode(e, values_in).float(), h_KK)
+                (lost,) = gptq.missed(target_NK, h_KK, operand.decode(e, values_in).float())
             if nearest is None:
-                nearest = gptq.missed(target_NK, operand.decode(rounded, values_in).float(), h_KK)
+                (nearest,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
             damping = 0.0 if factor is None else factor.damping
             row = PTQRow(fqn, operand.name, gram.rows, lost, nearest, damping, "; ".join(notes))
             self._place(fqn, None if e is rounded else e, row)

@@ -73,12 +73,18 @@ class Hadamard(Transform):
     def _signed(self, x_RK: Tensor) -> Tensor:
         if not self.signs:
             return x_RK
-        # counted on the device: a tensor of Python numbers would be copied there, and the copy waits for the device
-        bit = torch.arange(16, dtype=torch.int32, device=x_RK.device)
-        words = [self.signs >> start & 0xFFFF for start in range(0, self.size, 16)]
-        negative = torch.cat([(torch.full_like(bit, word) >> bit) & 1 for word in words])
         blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
-        return (blocks * (1 - 2 * negative)).view(x_RK.shape)  # integers: a float here would have the default dtype
+        return (blocks * signs(self.signs, self.size, x_RK.device)).view(x_RK.shape)
+
+
+def signs(mask: int, size: int, device: torch.device) -> Tensor:
+    """Return (size,) int32 of +-1: -1 where `mask` has a bit. Integers: a float here would have the default dtype.
+
+    Counted on the device: a tensor of Python numbers would be copied there, and the copy waits for the device.
+    """
+    bit = torch.arange(16, dtype=torch.int32, device=device)
+    words = [mask >> start & 0xFFFF for start in range(0, max(size, 16), 16)]
+    return (1 - 2 * torch.cat([(torch.full_like(bit, word) >> bit) & 1 for word in words]))[:size]
 
 
 def butterflies(x_RK: Tensor, size: int) -> Tensor:

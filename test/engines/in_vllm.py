@@ -80,7 +80,7 @@ def kv_scales(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def kv_bytes(llm: Any, ids: torch.Tensor) -> list[Any]:
-    """What each layer hands to its cache for one window, (tokens, heads, head_dim), and the bytes that are stored."""
+    """Return what each layer hands to its cache for one window, (tokens, heads, head_dim), and the stored bytes."""
     from vllm.v1.attention.backends import cpu_attn
 
     written, original = [], cpu_attn.ops.cpu_attn_reshape_and_cache

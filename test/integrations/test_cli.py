@@ -327,7 +327,7 @@ def test_a_calibrated_conversion_prints_commands_that_serve_it(
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     how: dict[str, Any] = {"ptq": "gptq", "calibrate": tmp_path / "text.txt", "samples": 1, "length": 64}
     cli.convert(Path(job.__file__).parents[3] / "eval" / "assets", recipe, Path("made"), **how)
-    export, serve = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
-    assert serve[-1] == file
-    cli.export(Path(export[2]), export[4], Path(export[6]))  # type: ignore[arg-type]
-    assert Path(file).exists()
+    printed = capsys.readouterr().out.split()
+    folder, layout, out = (printed[printed.index(word) + 1] for word in ("export", "--format", "--out"))
+    cli.export(Path(folder), layout, Path(out))  # type: ignore[arg-type]
+    assert capsys.readouterr().out.split()[-1] == file and Path(file).exists()

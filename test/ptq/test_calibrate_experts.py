@@ -80,7 +80,7 @@ def test_codes_of_every_format_are_saved_and_trained_on(family: str, format: str
 
 
 def test_the_gram_of_an_expert_is_that_of_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gate and up: x^T x over the tokens that the router gives the expert, padding left out."""
+    """Compare gate and up: x^T x over the tokens that the router gives the expert, padding left out."""
     model, seen = model_of("mixtral").float(), dict[str, Any]()
     routed: list[tuple[Tensor, Tensor]] = []
     grams = experts._grams

@@ -148,7 +148,7 @@ def _combine(
     sums_ptr, stats_ptr, turn_ptr, out_ptr, parts,
     GROUP: tl.constexpr, D: tl.constexpr, V4: tl.constexpr, S: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One query head: the sums of all parts under one maximum, divided, and turned back where values are int4."""
+    """Join one query head's parts: sums under one maximum, divided, and turned back where values are int4."""
     bh, g = tl.program_id(0) // GROUP, tl.program_id(0) % GROUP
     origin, d = bh.to(tl.int64) * parts, tl.arange(0, D)
     s = tl.arange(0, MOST)
