@@ -1,4 +1,4 @@
-"""Llamas with random weights, and the ways in which benchmarks/model.py quantises them.
+"""Llamas and a Gemma with random weights, and the ways in which benchmarks/model.py quantises them.
 
 A variant is a name: "bf16", a recipe of aoquant ("int4-g128"), or "torchao:" and one of torchao's own configs, applied
 by torchao's own `quantize_`. The output head stays in bf16 in all of them, as aoquant leaves it by default. Weights
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int4WeightOnlyConfig, PerRow
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aoquant import quantize_
 from aoquant.recipes import get_recipe
@@ -29,7 +30,9 @@ TORCHAO = "torchao:"
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama's shape. layers: decoder layers. vocabulary: rows of embedding and head, which are one where tied."""
+    """A model's shape. layers: decoder layers. vocabulary: rows of embedding and head, which are one where tied.
+    gemma: a Gemma 3, with heads of 256 values and, but for every sixth layer, attention to 512 tokens.
+    """
 
     hidden: int
     intermediate: int
@@ -38,10 +41,12 @@ class Size:
     layers: int
     vocabulary: int
     tied: bool = False
+    gemma: bool = False
 
 
 # the model of docs/evidence/experiments.md, 21.9 M parameters
 SMALL = Size(512, 1408, 8, 4, 6, 8192, tied=True)
+GEMMA_270M = Size(640, 2048, 4, 1, 18, 262_144, tied=True, gemma=True)
 
 
 def llama(hidden: int, layers: int, vocabulary: int) -> Size:
@@ -52,9 +57,10 @@ def llama(hidden: int, layers: int, vocabulary: int) -> Size:
     return Size(hidden, intermediate, heads, max(heads // 4, 1), layers, vocabulary)
 
 
-def build(size: Size, device: torch.device) -> LlamaForCausalLM:
+def build(size: Size, device: torch.device) -> PreTrainedModel:
     """The model in bf16 on `device`, always with the same weights. It never ends a text by itself."""
-    config = LlamaConfig(
+    make = partial(Gemma3TextConfig, head_dim=256, sliding_window=512) if size.gemma else LlamaConfig
+    config = make(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
@@ -72,7 +78,7 @@ def build(size: Size, device: torch.device) -> LlamaForCausalLM:
     torch.set_default_dtype(BF16)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config)
+            return Gemma3ForCausalLM(config) if size.gemma else LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
 

@@ -4,11 +4,12 @@ That is: a training step, `model.generate`, the prefill of a long prompt, peak m
 
     python benchmarks/model.py [train] [generate] [prefill] [convert] [--recipes ...] [--torchao ...] [--limit SECONDS]
     python benchmarks/model.py train --small --tokens 16 1024 --how eager compiled graph
+    python benchmarks/model.py train --gemma --recipes int4-g128 fp8 nvfp4 mxfp4 --torchao
     torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16 [--recipes fp8-hybrid --gather codes]
 
-Models are Llamas with random weights; tokens are random, or those of `train --text`. Every row is a ratio to the same
-model in bf16, timed in turns with it (beside.py); a variant that a library or a GPU refuses has the reason in its row.
-Rows are appended to benchmarks/results/model_PART.csv.
+Models are Llamas, or a Gemma, with random weights; tokens are random, or those of `train --text`. Every row is a ratio
+to the same model in bf16, timed in turns with it (beside.py); a variant that a library or a GPU refuses has the reason
+in its row. Rows are appended to benchmarks/results/model_PART.csv.
 
     of_bf16_time   its time over bf16's; speed: bf16's time over its own (of `generate`: the ratio of tokens per second)
     of_bf16_peak   the most memory that a run holds, weights, gradients and optimiser included, over bf16's
@@ -23,6 +24,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from beside import Cell, Deadline, Row, Table, measured
-from llamas import SMALL, TORCHAO, Size, check, llama
+from llamas import GEMMA_270M, SMALL, TORCHAO, Size, check, llama
 from model_serve import HOWS, Serving, conversions, generate, prefill
 from model_train import OPTIMIZERS, Training, step_of, text_ids
 
@@ -62,6 +64,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="the model of docs/evidence/experiments.md, 21.9 M parameters, and no other size",
     )
+    add("--gemma", action="store_true", help="train: Gemma 3 270M's shape, 262 144 tokens of vocabulary, and no other")
     add("--hidden", nargs="+", type=int, help="default: 4096 to train, 2048 and 4096 to serve")
     add("--layers", type=int, help="default: 4 to train, 16 under torchrun; 16 or 8 to serve, for hidden 2048 or 4096")
     add("--vocabulary", type=int, default=32768)
@@ -103,6 +106,8 @@ def parse() -> argparse.Namespace:
     args.parts = args.parts or (["train"] if args.world else list(PARTS))
     if args.world and args.parts != ["train"]:
         parser.error("torchrun is for train alone")
+    if args.gemma and args.parts != ["train"]:
+        parser.error("--gemma is for train alone")
     if args.quick:
         args.rounds, args.prompt, args.new, args.prefill, args.tokens = 1, 4, 3, 8, (1, 8)
     for name in ("train", "serve"):
@@ -128,9 +133,9 @@ def hows(args: argparse.Namespace, known: Sequence[str]) -> list[str]:
 
 def sizes(args: argparse.Namespace, hidden: Sequence[int], layers: Callable[[int], int]) -> list[Size]:
     if args.quick:
-        return [TINY]
-    if args.small:
-        return [SMALL]
+        return [replace(TINY, gemma=args.gemma)]
+    if args.small or args.gemma:
+        return [GEMMA_270M if args.gemma else SMALL]
     return [llama(h, args.layers or layers(h), args.vocabulary) for h in args.hidden or hidden]
 
 

@@ -1,4 +1,7 @@
-"""A training step of a Llama on random tokens or on a text's: forward, loss, backward, optimiser.
+"""A training step of a language model on random tokens or on a text's: forward, loss, backward, optimiser.
+
+The loss is transformers' cross entropy of all logits. A Gemma's logits are too large for that: its loss is that of
+`aoquant run`, which makes them a chunk of tokens at a time.
 
 "compiled" compiles each decoder layer (as torchtitan does), or the whole model. "graph" captures the compiled step with
 its optimiser in a CUDA graph. The optimiser is PyTorch's fused AdamW with moments in bf16, or plain SGD. It runs on one
@@ -23,9 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from aoquant.integrations.distributed import quantized_all_gather
+from aoquant.integrations.finetune import block_loss
 
 OPTIMIZERS = ("adamw", "sgd")
 EVAL = Path(__file__).resolve().parents[1] / "eval"
@@ -77,10 +81,19 @@ def ids_of(training: Training) -> Tensor:
     return text[rank * here : (rank + 1) * here].view(shape).to(training.device)
 
 
-def optimizer_of(training: Training, model: LlamaForCausalLM) -> Optimizer:
+def optimizer_of(training: Training, model: PreTrainedModel) -> Optimizer:
     if training.optimizer == "sgd":
         return SGD(model.parameters(), lr=1e-5)
     return AdamW(model.parameters(), lr=1e-5, fused=True, capturable=training.how == "graph")
+
+
+def loss_of(training: Training, model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the mean cross entropy of the next tokens."""
+    if not training.size.gemma:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+    rows = torch.arange(len(ids), device=ids.device)
+    return block_loss(model, None, ids, rows, "ce", weight=1 / (len(ids) * (ids.shape[1] - 1)))
 
 
 def step_of(training: Training, variant: str) -> Run:
@@ -103,7 +116,7 @@ def step_of(training: Training, variant: str) -> Run:
     ids = ids_of(training)
 
     def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(training, model, ids).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if training.sharded:

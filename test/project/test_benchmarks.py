@@ -98,6 +98,15 @@ def test_every_part_of_a_model_has_its_rows(tmp_path: Path) -> None:
     assert ran("model.py", "--torchao", "int5").returncode == 2
 
 
+@pytest.mark.slow
+def test_a_gemma_trains_by_the_loss_of_a_run(tmp_path: Path) -> None:
+    done = ran("model.py", "train", "--gemma", "--recipes", "int4-g128", "--torchao", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = rows(tmp_path / "model_train.csv")
+    assert [row["variant"] for row in found] == ["bf16", "int4-g128"] * 2
+    assert all(float(row["ms"]) > 0 and not row["note"] for row in found)
+
+
 def test_every_variant_has_a_row_when_time_ends(tmp_path: Path) -> None:
     more = ["--recipes", "int4-g128", "fp8", "--torchao", "int4", "--how", "eager", "reduce-overhead"]
     done = ran("model.py", "generate", *more, "--batch", "1", "2", "--limit", "0.0001", "--out", str(tmp_path))
