@@ -32,7 +32,7 @@ from aoquant import CalibrateConfig, KVCacheConfig, QATConfig, calibrate_ptq, qu
 from aoquant.integrations.job.models import convert, prepare
 from aoquant.kv import hook
 from aoquant.planning.sizes import stored_bytes
-from aoquant.recipes import get_recipe
+from aoquant.recipes import get_recipe, list_recipes
 from experiments.rows import Row
 
 CALIBRATION, BATCH = 128, 8  # blocks that calibrated PTQ sees, and those of one forward
@@ -120,12 +120,16 @@ class Student:
 
 
 def _training(recipe: str, **options: Any) -> QATConfig:
-    """Return the config that trains a recipe, or KV caches alone: "kv-FORMAT", "kv-FORMAT-query"."""
-    if recipe.startswith("kv-"):
-        name = recipe.removeprefix("kv-")
-        cache = KVCacheConfig(name.removesuffix("-query"), query="fp8" if name.endswith("-query") else None)
-        return QATConfig(cache, step="prepare", **options)
-    return get_recipe(recipe).prepare(**options)
+    """Return the config that trains a recipe. "kv-FORMAT" and "kv-FORMAT-query" are KV caches alone, and after another
+    recipe's name both.
+    """
+    layers, kv, name = recipe.rpartition("kv-")
+    if not kv or recipe in {known.name for known in list_recipes()}:
+        return get_recipe(recipe).prepare(**options)
+    cache = KVCacheConfig(name.removesuffix("-query"), query="fp8" if name.endswith("-query") else None)
+    if layers:
+        return get_recipe(layers.removesuffix("-")).prepare(kv_cache=cache, **options)
+    return QATConfig(cache, step="prepare", **options)
 
 
 def _convert() -> Any:

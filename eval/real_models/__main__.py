@@ -2,12 +2,14 @@
 
     python eval/real_models --model DIR --tokens-file gemma.safetensors --csv gemma.csv --jobs 8 --limit 540
     python eval/real_models --model DIR --tokens-file minilm.safetensors --csv minilm.csv --tokens 60000 --rate 5e-5
+    python eval/real_models --model DIR --tokens-file gemma.safetensors --csv kv.csv --rows kv-fp8 kv-q4_0 --seeds 0 1 2
 
 --model: a Hugging Face folder; of the tokenizer nothing is needed, as --tokens-file holds ids (tokens.py writes it).
 A folder of a language model is trained by distillation from its float weights, in bfloat16 with float32 masters; an
 embedding model by cosine to its float embeddings, in float32. Each of --jobs processes loads the float model once and
-takes rows from a queue; several on one GPU take turns. The same command goes on where it was stopped, and skips what
-the CSV holds; a row that failed stands there with its error, and is tried again with --again.
+takes rows from a queue, a seed at a time. Processes are spread over the GPUs; several on one GPU take turns. The same
+command goes on where it was stopped, and skips what the CSV holds; a row that failed stands there with its error, and
+is tried again with --again.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8, help="blocks or sentences of a step")
     parser.add_argument("--block", type=int, default=512, help="tokens of a block; of sentences about 32")
     parser.add_argument("--rate", type=float, default=2e-5, help="learning rate, cosine to zero")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a training run for each, with its own order")
     parser.add_argument("--pages", type=int, default=0, help="score the first pages of each text only")
     parser.add_argument(
-        "--prompts", type=int, default=0, help="compare greedy tokens of so many, where torchao has a twin"
+        "--prompts",
+        type=int,
+        default=0,
+        help="compare greedy tokens of so many: KV caches, and where torchao has a twin",
     )
     parser.add_argument("--jobs", type=int, default=0, help="processes at once; 0: in this one")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no row is begun")
@@ -61,13 +66,14 @@ def main(arguments: list[str] | None = None) -> None:
         for line in kept:
             worker.append(o.csv, line)
     named = {name: rows.row(name) for name in ("float", *(o.rows or rows.every(o.embedding)))}
-    left = [name for name, row in named.items() if worker.missing(o, row, worker.read(o.csv))]
+    units = [(name, seed) for name in named for seed in o.seeds[: 1 if name == "float" else None]]
+    left = [unit for unit in units if worker.missing(o, named[unit[0]], unit[1], worker.read(o.csv))]
     context = multiprocessing.get_context("spawn")
     waiting = context.Queue()
-    for name in left:
-        waiting.put(name)
+    for unit in left:
+        waiting.put(unit)
     if o.jobs:
-        processes = [context.Process(target=worker.work, args=(o, waiting)) for _ in range(min(o.jobs, len(left)))]
+        processes = [context.Process(target=worker.work, args=(o, waiting, i)) for i in range(min(o.jobs, len(left)))]
         for process in processes:
             process.start()
         for process in processes:
@@ -75,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         worker.work(o, waiting)
     failed = {line["row"]: line["error"] for line in worker.read(o.csv) if line["error"]}
-    undone = [name for name, row in named.items() if worker.missing(o, row, worker.read(o.csv))]
+    done = worker.read(o.csv)
+    undone = [f"{name} ({seed})" for name, seed in units if worker.missing(o, named[name], seed, done)]
     for name, error in failed.items():
         print(f"{name} failed: {error}", file=sys.stderr)
     if undone:

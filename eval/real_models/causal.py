@@ -45,7 +45,7 @@ class CausalLM:
         """Add one step's gradients. loss: "kl" to the teacher, or "ce". Returns it, in nats a token."""
         value = block_loss(student, self.teacher, ids_BT, torch.arange(len(ids_BT)), loss)
         value.backward()
-        return float(value)
+        return float(value.detach())
 
     @torch.no_grad()
     def score(self, model: Any, names: tuple[str, ...] = TEXTS) -> dict[str, Any]:

@@ -182,34 +182,57 @@ def kv_caches(root: Path = ROOT) -> str:
     made = []
     for model, about in KV_MODELS.items():
         if (root / "benchmarks" / "results" / f"real_{model}_kv.csv").exists():
-            made += [*kv_table(about, read(f"real_{model}_kv", root))]
+            made += kv_table(about, read(f"real_{model}_kv", root))
     return "\n\n".join(made)
 
 
-def kv_table(about: str, lines: Sequence[Line]) -> tuple[str, str]:
-    """Return one model's table, and what was measured. The float model's perplexity is the first row."""
+def kv_table(about: str, lines: Sequence[Line]) -> list[str]:
+    """Return one model's tables, caches alone and with layers, and what was measured. The float model comes first."""
     (plain,) = only(lines, stage="float")
-    found = [("high precision", "16.00", cell([plain], PERPLEXITY), "", "0.0000", "", "")]
-    for line in sorted(only(lines, stage="ptq"), key=lambda line: float(line["wikitext_kl"])):
-        of = only(lines, row=line["row"], stage="qat")
-        name = line["row"].removeprefix("kv-")
-        equal = ("yes" if all(t["equal"] == "True" for t in of) else "no") if of else ""
-        found.append((
-            f"`{name.removesuffix('-query')}`{', queries too' if name.endswith('-query') else ''}",
-            f"{float(line['bits']):.2f}", cell([line], PERPLEXITY), cell(of, PERPLEXITY),
-            cell([line], "wikitext_kl", ".4f"), cell(of, "wikitext_kl", ".4f"), equal,
-        ))  # fmt: skip
-    heads = ("format", "bits", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted")
+    ptq = sorted(only(lines, stage="ptq"), key=lambda line: float(line["wikitext_kl"]))
+    alone = [line for line in ptq if line["row"].startswith("kv-")]
+    heads = ("PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted", "greedy answers that change")
+    base = (cell([plain], PERPLEXITY), "", "0.0000", "", "", "")
+    found = [("high precision", "16.00", *base)]
+    found += [(cache_of(line), f"{float(line['bits']):.2f}", *kv_scores(line, lines)) for line in alone]
+    made = [table(("cache", "bits", *heads), found)]
+    if len(alone) < len(ptq):
+        found = [("bfloat16", "high precision", *base)]
+        for line in ptq:
+            if line not in alone:
+                found.append((f"`{line['row'].partition('-kv-')[0]}`", cache_of(line), *kv_scores(line, lines)))
+        made.append(table(("layers", "cache", *heads), found))
     trained = only(lines, stage="qat")
-    tokens, seeds = ({line[name] for line in trained} for name in ("tokens", "seed"))
+    tokens, rates, seeds = (sorted({line[name] for line in trained}) for name in ("tokens", "rate", "seed"))
     device, torch, commit, date = (plain[name] for name in ("device", "torch", "commit", "date"))
-    budget = f"QAT by distillation, {'/'.join(sorted(tokens))} tokens, {len(seeds)} seed(s), ± over seeds. "
+    budget = (
+        f"QAT by distillation, {'/'.join(tokens)} tokens, rate {'/'.join(rates)}; ± is the standard deviation over "
+        f"{len(seeds)} seeds, which order the text. "
+    )
     said = (
-        f"{about}; layers stay in bfloat16. Word perplexity on {pages_of(plain['command'])} of WikiText-2, KL to the "
-        f"float model in nats a token. {budget if trained else 'Nothing was trained. '}"
+        f"{about}. Word perplexity on {pages_of(plain['command'])} of WikiText-2, KL to the float model in nats a token. "
+        f"{budget if trained else 'Nothing was trained. '}"
         f"{device}, PyTorch {torch}, commit {commit}, {date[:10]}, `{(trained or [plain])[-1]['command']}`."
     )
-    return table(heads, found), wrapped(said)
+    return [*made, wrapped(said)]
+
+
+def cache_of(line: Line) -> str:
+    """Return what the cache of a row is, for a table."""
+    _, kv, name = line["row"].rpartition("kv-")
+    return f"`{name.removesuffix('-query')}`{', queries too' * name.endswith('-query')}" if kv else "high precision"
+
+
+def kv_scores(untrained: Line, lines: Sequence[Line]) -> tuple[str, ...]:
+    """Return the scores of a row before and after training, over seeds."""
+    of = only(lines, row=untrained["row"], stage="qat")
+    counted = [line for line in of if line["prompts"]]
+    changed = (sum(int(line[name]) for line in counted) for name in ("prompts_changed", "prompts"))
+    return (
+        cell([untrained], PERPLEXITY), cell(of, PERPLEXITY), cell([untrained], "wikitext_kl", ".4f"),
+        cell(of, "wikitext_kl", ".4f"), ("yes" if all(line["equal"] == "True" for line in of) else "no") if of else "",
+        " of ".join(map(str, changed)) if counted else "",
+    )  # fmt: skip
 
 
 def pages_of(command: str) -> str:

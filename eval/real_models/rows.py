@@ -4,9 +4,9 @@
 gradient is zero: it shows that the loop adds nothing. `torchao-NAME` is trained by torchao's own `QATConfig` and served
 in torchao's converted layers, and again with its trained weights quantised by each recipe of `SERVED`, which has the
 same grid: the kernel or file that aoquant's row of that recipe was trained for. `kv-FORMAT` quantises KV caches alone,
-`kv-fp8-query` queries too. `NAME+METHOD`, such as `nvfp4+gptq` or `int4-g128+r1+r2+gptq`, is a recipe whose PTQ is
-calibrated on training blocks, and whose QAT starts from these codes under held scales. Neither kind is run unless it is
-named.
+`kv-fp8-query` queries too, and `NAME-kv-FORMAT` the layers of a recipe as well. `NAME+METHOD`, such as `nvfp4+gptq` or
+`int4-g128+r1+r2+gptq`, is a recipe whose PTQ is calibrated on training blocks, and whose QAT starts from these codes
+under held scales. Neither kind is run unless it is named.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from experiments.rows import Row
 
 from aoquant import CalibrateConfig
 from aoquant.formats.kv import KV_NAMES
-from aoquant.recipes import get_recipe
+from aoquant.recipes import get_recipe, list_recipes
 
 MXFP4 = {"mxfp4-floor": "mxfp4-floor/mxfp4-floor", "mxfp4-ceil": "mxfp4-ceil/mxfp4-ceil"}  # rules without a name
 RECIPES = (
@@ -41,7 +41,10 @@ def row(name: str) -> Row:
     """Return the row of a name. Raises ValueError for a name that is none."""
     if name in ("float", *FLOATS):
         return Row(name, "", "float")
-    if name in KV:
+    layers, kv, cache = name.rpartition("kv-")
+    if kv + cache in KV and name not in {recipe.name for recipe in list_recipes()}:
+        if layers:
+            get_recipe(layers.removesuffix("-"))
         return Row(name, "", "aoquant", name)
     recipe, _, method = name.partition("+")
     if method:

@@ -27,6 +27,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from aoquant.integrations.finetune import master_adamw, order_of_blocks, rate_at
+from aoquant.kv import hook
 from real_models import rows
 from real_models.causal import CausalLM
 from real_models.embedding import Embedding
@@ -60,16 +61,18 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(reader)
 
 
-def missing(o: Any, row: Row, done: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return the keys of a row's results that the CSV lacks. A result with an error counts as done."""
+def missing(o: Any, row: Row, seed: int, done: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return the keys of a row's results under a seed that the CSV lacks. The first seed's include PTQ. A result with
+    an error counts as done.
+    """
     loss = "ce" if row.name == "float-ce" else "cosine" if o.embedding else "kl"
     untrained = {"row": row.name, "stage": "ptq", "served": "", "loss": "", "tokens": 0, "rate": 0, "seed": 0}
-    trained = {"loss": loss, "tokens": o.tokens, "rate": o.rate, "seed": o.seed}
+    trained = {"loss": loss, "tokens": o.tokens, "rate": o.rate, "seed": seed}
     if row.name == "float":
         wanted = [untrained | {"stage": "float"}]
     else:
         served = ("torchao", *rows.SERVED[row.recipe]) if row.kind == "torchao" else ("",)
-        wanted = [untrained] if row.kind == "aoquant" else []
+        wanted = [untrained] if row.kind == "aoquant" and seed == o.seeds[0] else []
         wanted += [untrained | trained | {"stage": "qat", "served": by} for by in served if o.tokens]
     have = {tuple(line[name] for name in KEY) for line in done}
     return [key for key in wanted if tuple(str(key[name]) for name in KEY) not in have]
@@ -94,10 +97,10 @@ class Worker:
         else:
             self.task = CausalLM(self.float_model, texts, int(bos), o.batch, o.block)
 
-    def run(self, name: str) -> None:
-        """Make what a row lacks."""
+    def run(self, name: str, seed: int) -> None:
+        """Make what a row lacks under a seed."""
         row = rows.row(name)
-        wanted = missing(self.o, row, read(self.o.csv))
+        wanted = missing(self.o, row, seed, read(self.o.csv))
         student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), name.partition("+")[2])
         untrained = [key for key in wanted if key["stage"] != "qat"]
         trained = [key for key in wanted if key["stage"] == "qat"]
@@ -115,8 +118,8 @@ class Worker:
         found: dict[str, Any] = {}
 
         def train() -> dict[str, Any]:
-            model = student.prepared(self.o.seed)
-            found.update(self._train(model, keys[0]["loss"]))
+            model = student.prepared(keys[0]["seed"])
+            found.update(self._train(model, keys[0]["loss"], keys[0]["seed"]))
             found["model"], found["scores"] = model.eval(), self.task.score(model)
             return self._served(row, student, keys[0], found)
 
@@ -124,10 +127,10 @@ class Worker:
         for key in keys[1:] if "scores" in found else ():
             self._result(key, lambda key=key: self._served(row, student, key, found))
 
-    def _train(self, model: Any, loss: str) -> dict[str, Any]:
+    def _train(self, model: Any, loss: str, seed: int) -> dict[str, Any]:
         o, cuda = self.o, self.o.device == "cuda"
         steps = max(1, round(o.tokens / (o.batch * o.block)))
-        order_SB = order_of_blocks(len(self.task.blocks_BT), steps, o.batch, o.seed)
+        order_SB = order_of_blocks(len(self.task.blocks_BT), steps, o.batch, seed)
         optimizer, losses = master_adamw(model.train(), o.rate), []
         trained = [p for p in model.parameters() if p.requires_grad]
         if cuda:
@@ -161,7 +164,8 @@ class Worker:
         served = scores if row.kind == "float" else self.task.score(model)
         result = {**served, **{f"trained_{name}": value for name, value in scores.items()}}
         result |= {"equal": torch.equal(scores["nats"], served["nats"]), "bits": weight_bits(model, self.float_model)}
-        if row.kind == "torchao" or row.recipe in {name for names in rows.SERVED.values() for name in names}:
+        twins = {name for names in rows.SERVED.values() for name in names}
+        if row.kind == "torchao" or row.recipe in twins or hook.quantised(model):
             result |= self.task.differing(trained, model, self.o.prompts)
         return result | {name: found[name] for name in ("first_loss", "last_loss", "seconds_step", "peak_gb")}
 
@@ -195,15 +199,17 @@ def append(path: Path, line: dict[str, Any]) -> None:
         writer.writerow(line)
 
 
-def work(o: Any, waiting: Any) -> None:
+def work(o: Any, waiting: Any, process: int = 0) -> None:
     """Take rows from a queue until it is empty, or until a row like the longest so far would end after the limit."""
     torch.set_num_threads(o.threads)
+    if o.device == "cuda":
+        torch.cuda.set_device(process % torch.cuda.device_count())
     worker, longest = Worker(o), 0.0
     while time.time() + longest < o.until:
         try:
-            name = waiting.get(timeout=1)
+            unit = waiting.get(timeout=1)
         except queue.Empty:
             return
         began = time.time()
-        worker.run(name)
+        worker.run(*unit)
         longest = max(longest, time.time() - began)

@@ -99,14 +99,20 @@ def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
     save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
     given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
     given += ["--tokens", "512", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
-    real.main([*map(str, given), "--rows", "kv-fp8-query", "kv-int4-token-head"])
+    names = ("kv-fp8-query", "kv-int4-token-head", "vllm-w4a16-g32-kv-fp8")
+    real.main([*map(str, given), "--seeds", "0", "1", "--prompts", "2", "--rows", *names])
     base, *others = lines(tmp_path / "r.csv")
-    assert [(line["row"], line["stage"]) for line in others] == [
-        (row, stage) for row in ("kv-fp8-query", "kv-int4-token-head") for stage in ("ptq", "qat")
+    assert [(line["row"], line["stage"], line["seed"]) for line in others] == [
+        (row, *key) for row in names for key in (("ptq", "0"), ("qat", "0"), ("qat", "1"))
     ]
-    assert [float(line["bits"]) for line in (base, *others)] == [16, 8, 8, 6, 6]  # 16 values and a scale of 32 bits
+    # 16 values and a scale of 32 bits, or the bits of a weight
+    assert [float(line["bits"]) for line in (base, *others[::3])] == [16, 8, 6, 4.5]
     assert all(float(line["wikitext_kl"]) > 0 for line in others)
-    assert [line["equal"] for line in others] == ["", "True", "", "True"]
+    assert [(line["equal"], line["prompts_changed"]) for line in others] == [("", ""), *[("True", "0")] * 2] * 3
+    first, second = (line["wikitext_kl"] for line in others[1:3])
+    assert first != second  # of another order
+    with pytest.raises(ValueError, match="no recipe"):
+        real.main([*map(str, given), "--rows", "int9-kv-fp8"])
 
 
 def test_rows_of_an_embedding_model(real: Any, tmp_path: Path) -> None:
