@@ -122,7 +122,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Build, check and try a release (tools/release.py); dist/ then holds what `twine upload dist/*` takes. Gigabytes for each Python.
+# Build, check and try a release (tools/release.py); dist/ then holds what `twine upload dist/*` takes. Gigabytes for each Python. It
+# goes on where it stopped.
 release: setup
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[release]'
 	$(BIN)/python -m tools.release $(RELEASE)

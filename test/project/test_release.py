@@ -26,15 +26,32 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_parts_that_agree_are_released(tree: Path) -> None:
-    assert release.disagreements(tree, [f"v{VERSION}"], "") == []
+@pytest.mark.parametrize("tagged", ["", "abc"])
+def test_parts_that_agree_are_released(tree: Path, tagged: str) -> None:
+    assert release.disagreements(tree, "abc", tagged, "") == []
 
 
 def test_each_disagreement_is_named(tree: Path) -> None:
-    assert len(release.disagreements(tree, ["v9"], " M setup.py")) == 2
+    assert len(release.disagreements(tree, "abc", "def", " M setup.py")) == 2
     (tree / "CHANGELOG.md").write_text("## [Unreleased]\n", encoding="utf-8")
     (tree / "CITATION.cff").write_text("\nversion: 9\n", encoding="utf-8")
-    assert len(release.disagreements(tree, [], " M setup.py")) == 4
+    assert len(release.disagreements(tree, "abc", "def", " M setup.py")) == 4
+
+
+def test_a_step_that_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "WORK", tmp_path)
+    calls: list[str] = []
+
+    def act() -> str:
+        calls.append("")
+        if len(calls) == 1:
+            raise SystemExit("failed")
+        return "hashes"
+
+    with pytest.raises(SystemExit):
+        release.once("abc", "build", act)
+    assert [release.once("abc", "build", act) for _ in range(2)] == ["hashes"] * 2 and len(calls) == 2
+    assert release.once("def", "build", act) == "hashes" and len(calls) == 3
 
 
 def test_this_checkout_cites_its_version() -> None:
