@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchao.quantization import FqnToConfig
 from aoquant._messages import AoquantWarning, listed
 from aoquant.config import QATConfig, by_layer
 from aoquant.kv import KVCacheConfig, hook
-from aoquant.kv.config import ALL_CACHES, layers_and_cache
+from aoquant.kv.config import ALL_CACHES
 from aoquant.linear.kinds import is_layer
 from aoquant.linear.prepared import PreparedModule
 from aoquant.planning.choose import Filter, key_of
@@ -82,7 +82,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         return found
     modules = {fqn: m for fqn, m in hook.attentions(model).items() if not hook.shares(m)}
     found.layers = _of_layers(model, modules, config)
-    _warn_of_names(modules, config, alone=found.layers is None)
+    _check_names(model, modules, config, alone=found.layers is None)
     if found.layers is not None:
         filter_fn = None
     others = list[str]()
@@ -104,30 +104,35 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         raise ValueError(
             f"{len(others)} KV cache(s) were prepared otherwise: give convert the same, or none; the model is unchanged:{listed(others)}"
         )
-    asked = found.layers is None or _asks(config) or layers_and_cache(config)[1] is not None
+    asked = found.layers is None or any(map(_asks, _parts(config)))
     if asked and not (found.prepared or found.quantised or found.converted):
         raise ValueError(
             f"no KV cache to quantise: the {type(model).__name__} has no attention module, with a cache among the arguments of its "
-            "forward, that the config names"
+            f"forward, that the config names; there are: {listed_names(modules)}"
         )
     _check(model, found, skip_incompatible)
     return found
 
 
-def _warn_of_names(modules: dict[str, nn.Module], config: Any, *, alone: bool) -> None:
-    """Warn of each name or pattern with a KV config, or of any where no layers are chosen, that matches no attention
-    module.
+def _check_names(model: nn.Module, modules: dict[str, nn.Module], config: Any, *, alone: bool) -> None:
+    """Warn of each name or pattern with a KV config, or of any where no layers are chosen, that matches no module.
+
+    Raises:
+        ValueError: one with a KV config matches other modules alone.
     """
-    base = getattr(config, "base_config", None)
-    by_name: dict[str, Any] = next((c.fqn_to_config for c in (config, base) if isinstance(c, FqnToConfig)), {})
-    for key, value in by_name.items():
-        if (
-            (alone or _asks(ours(value)))
-            and key not in ("_default", ALL_CACHES)
-            and not any(key_of({key: None}, fqn, default=False) for fqn in modules)
-        ):
+    for key, value in _by_name(config).items():
+        if key in ("_default", ALL_CACHES) or any(key_of({key: None}, fqn, default=False) for fqn in modules):
+            continue
+        asks = _asks(ours(value))
+        named = ((fqn, m) for fqn, m in model.named_modules() if fqn and key_of({key: None}, fqn, default=False))
+        if asks and (other := next(named, None)):
+            raise ValueError(
+                f"{key!r} gives a KV cache to {other[0]}, a {type(other[1]).__name__}, which writes none: name attention "
+                f"modules; there are: {listed_names(modules)}"
+            )
+        if alone or asks:
             warnings.warn(
-                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {', '.join(modules) or 'none'}",
+                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {listed_names(modules)}",
                 AoquantWarning,
                 stacklevel=4,
             )
@@ -138,24 +143,36 @@ def _asks(config: Any) -> bool:
     return isinstance(config, KVCacheConfig) or getattr(config, "kv_cache", None) is not None
 
 
+def listed_names(modules: Collection[str], count: int = 4) -> str:
+    """Return the first names for a message, and how many follow."""
+    more = f" and {len(modules) - count} more" if len(modules) > count else ""
+    return f"{', '.join(list(modules)[:count])}{more}" or "none"
+
+
+def _by_name(config: Any) -> dict[str, Any]:
+    """Return the configs by name of an FqnToConfig, or of one in a QATConfig."""
+    base = getattr(config, "base_config", None)
+    return next((dict(c.fqn_to_config) for c in (config, base) if isinstance(c, FqnToConfig)), {})
+
+
+def _parts(config: Any) -> list[Any]:
+    """Return a config and those that it has by name."""
+    return [config, *(ours(c) for c in _by_name(config).values())]
+
+
 def _concerns_caches(model: nn.Module, config: Any) -> bool:
-    if isinstance(config, FqnToConfig):
-        values = [ours(c) for c in config.fqn_to_config.values()]
-    else:
-        values = [config]
-    if any(_asks(c) for c in values):
-        return True
-    if isinstance(base := getattr(config, "base_config", None), FqnToConfig):
-        return _concerns_caches(model, base)
-    return any(getattr(c, "step", "") == "convert" for c in values) and bool(hook.quantised(model))
+    parts = _parts(config)
+    converts = any(getattr(c, "step", "") == "convert" for c in parts)
+    return any(map(_asks, parts)) or (converts and bool(hook.quantised(model)))
 
 
 def _of_cache(config: Any, fqn: str) -> Any:
     """Return the config of one attention module: a KVCacheConfig, a QATConfig with one or of convert, or None."""
     config = ours(config)
     if isinstance(config, QATConfig) and isinstance(base := config.base_config, FqnToConfig):
-        by_name = {k: c for k, c in base.fqn_to_config.items() if c is None or isinstance(c, KVCacheConfig)}
-        key = key_of(by_name, fqn, default=False)
+        caches = {k: c for k, c in base.fqn_to_config.items() if isinstance(c, KVCacheConfig)}
+        by_name = {k: c for k, c in base.fqn_to_config.items() if c is None or k in caches}
+        key = key_of(by_name, fqn, default="_default" in caches)
         own = by_name[key] if key else config.kv_cache
         return own and dataclasses.replace(config, base_config=None, kv_cache=own)
     if isinstance(config, FqnToConfig):  # a config of layers says nothing of caches, whose next key counts

@@ -267,6 +267,23 @@ def test_a_name_that_matches_no_attention_module_warns(missed: KVCacheConfig | N
     assert len(hook.quantised(model)) == 3
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_names_beside_layers(trains: bool) -> None:
+    """A KV config that reaches no cache is refused, though layers are chosen; _default may be one in QATConfig too."""
+
+    def given(**by_name: Any) -> Any:
+        return QATConfig(FqnToConfig(by_name), step="prepare") if trains else FqnToConfig(by_name)
+
+    made, cache, layers = model(), KVCacheConfig("q8_0"), aoquant.Int4WeightConfig(32)
+    with pytest.raises(ValueError, match=r"no KV cache to quantise.*there are: model\.layers\.0\.self_attn"):
+        quantize_(made, given(**{r"re:.*layers\.9\.self_attn": cache, "_default": layers}))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp, a LlamaMLP, which writes none"):
+        quantize_(made, given(**{"model.layers.0.mlp": cache, "re:.*self_attn": cache, "_default": layers}))
+    assert not hook.quantised(made) and not any("QAT" in type(m).__name__ for m in made.modules())
+    quantize_(made, given(**{r"re:.*layers\.[01]\.self_attn": None, "_default": cache}))
+    assert list(hook.quantised(made)) == ["model.layers.2.self_attn"]
+
+
 def test_an_attention_without_source_is_refused_by_name() -> None:
     """Its source says how it uses its cache."""
     scope: dict[str, Any] = {"torch": torch}
