@@ -60,6 +60,12 @@ class KVCacheConfig(AOBaseConfig):
             )
 
     @property
+    def about(self) -> str:
+        """Return the names of the formats: "fp8", "fp8 keys, q8_0 values", "fp8, queries too"."""
+        k, v = self.key or self.format, self.value or self.format
+        return (k if k == v else f"{k} keys, {v} values") + (", queries too" if self.query else "")
+
+    @property
     def start(self) -> float:
         """Return a static scale before calibration."""
         return 1.0 if isinstance(self.scale, str) else float(self.scale)

@@ -171,13 +171,20 @@ def pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     quant = getattr(module, "kv_quant", None)
     if quant is None:
         return None
-    name, place = quant.argument
     if any(isinstance(a, Passing) and a.module is module for a in (*args, *kwargs.values())):
         return None  # the hook of an earlier attach
+    return in_place(args, kwargs, quant.argument, partial(Passing, module))
+
+
+def in_place(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argument: tuple[str, int], made: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an attention module with `made(cache)` in the place of its cache, which may be None."""
+    name, place = argument
     given = next((n for n in NAMES if n in kwargs), name)
     if given not in kwargs and place < len(args):
-        return (*args[:place], Passing(module, args[place]), *args[place + 1 :]), kwargs
-    return args, {**kwargs, given: Passing(module, kwargs.get(given))}
+        return (*args[:place], made(args[place]), *args[place + 1 :]), kwargs
+    return args, {**kwargs, given: made(kwargs.get(given))}
 
 
 def attach(module: Any, fqn: str, config: KVCacheConfig, *, converted: bool = False) -> None:
@@ -226,6 +233,33 @@ def quantised(model: nn.Module) -> dict[str, Any]:
 def scales(model: nn.Module) -> dict[str, Tensor]:
     """Return the static scales of a model's caches, by name."""
     return {f"{fqn}.{n}": m._buffers[n] for fqn, m in quantised(model).items() for n in SCALES if n in m._buffers}
+
+
+def static_scales(module: nn.Module) -> dict[str, list[float]]:
+    """Return the values of a module's static scales, by the names of their buffers; none of those without storage."""
+    found = {n: t for n in SCALES if (t := module._buffers.get(n)) is not None and not t.is_meta}
+    return {name: scale.flatten().tolist() for name, scale in found.items()}
+
+
+def said(scales: Mapping[str, list[float]]) -> str:
+    """Return static scales for people: the value, or the range of those of several heads."""
+    ranges = {name: (f"{min(s):g}", f"{max(s):g}") for name, s in scales.items()}
+    return ", ".join(f"{name} {' to '.join(dict.fromkeys(ends))}" for name, ends in ranges.items())
+
+
+def bytes_per_token(module: nn.Module, config: KVCacheConfig | None) -> int | None:
+    """Return the bytes that a module's cache takes for a token, in high precision without a config; None where the
+    module does not tell its head dimension.
+    """
+    dims, rows = head_dims(module), 1 if is_latent(module) else heads(module)
+    if not all(dims):
+        return None
+    if shares(module):
+        return 0
+    if config is None:
+        return rows * sum(dims) * next((t.dtype.itemsize for t in module.parameters() if t.is_floating_point()), 4)
+    formats = (config.k_format, config.v_format)
+    return rows * sum(f.row_bytes(d) + f.scale_bytes for f, d in zip(formats, dims, strict=True))
 
 
 def attentions(model: nn.Module) -> dict[str, nn.Module]:
@@ -277,12 +311,12 @@ def why_not(module: Any, config: KVCacheConfig) -> str | None:
         return "latent attention has one scale for all heads, and its queries are multiplied unquantised: leave out per and query"
     if config.query and not hasattr(_interfaces(module), "get_interface"):
         return f"{type(module).__name__} calls no attention function of transformers, where queries could be quantised"
-    dims = _head_dims(module)
+    dims = head_dims(module)
     formats = (config.k_format, config.v_format)
     return next((r for d, f in zip(dims, formats, strict=True) if d and (r := f.why_not(d))), None)
 
 
-def _head_dims(module: Any) -> tuple[int, int]:
+def head_dims(module: Any) -> tuple[int, int]:
     """Return the lengths of cached rows of keys and values, 0 where they are not known."""
     if is_latent(module):
         return int(module.kv_lora_rank), int(module.qk_rope_head_dim)

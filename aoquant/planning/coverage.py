@@ -13,6 +13,8 @@ reasons:
     small         biases, norms, scales: at most one dimension longer than 1, or biases of experts. They are added up
                   and not listed.
 
+KV caches are listed beside parameters where one is quantised: attention modules, with the format of their cache.
+
 The first two are documented or asked for. A user expects the unsupported ones to be quantised, and they can be most
 of a model: the experts of a Mixtral are 3-D parameters, and its linear layers a sixth of it. So `quantize_` warns
 when they are more than `WORTH_A_WARNING` of the model.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from aoquant._messages import check_model
 from aoquant.experts.families import stacks_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.experts.routers import router_modules
+from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, is_packed, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
 from aoquant.linear.tensor import PackedTensor
@@ -76,10 +79,28 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """The KV cache of one attention module. state: "quantised", "prepared" or "float". about: its format, or why it is
+    float. scales: static ones, by the names of their buffers. bytes_per_token: as stored, or as convert will store it;
+    None where the module does not tell its head dimension.
+    """
+
+    fqn: str
+    state: str
+    about: str
+    scales: dict[str, list[float]]
+    bytes_per_token: int | None
+
+
+@dataclass(frozen=True)
 class Coverage:
-    """List every parameter of a model. Print it for a table; `weights` are its rows, small parameters last."""
+    """List every parameter of a model. Print it for a table; `weights` are its rows, small parameters last.
+
+    caches: the KV cache of each attention module; empty where none is quantised.
+    """
 
     weights: tuple[Weight, ...]
+    caches: tuple[Cache, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -118,9 +139,15 @@ class Coverage:
         share = self._share(w.elements for w in found)
         if share <= WORTH_A_WARNING and not any(w.asked for w in found):
             return None
-        return f"{self}, and {share:.1%} are matrices without support, which stay float: {listed(found)}"
+        return f"{self._reached}, and {share:.1%} are matrices without support, which stay float: {listed(found)}"
 
     def __str__(self) -> str:
+        reached = sum(c.state in REACHED for c in self.caches)
+        caches = f"; {reached} of {len(self.caches)} attention modules quantise their KV cache" if self.caches else ""
+        return self._reached + caches
+
+    @property
+    def _reached(self) -> str:
         return f"{self.share:.1%} of {self.elements:,} parameters are in quantised layers"
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +161,7 @@ class Coverage:
             "bytes_share": self.bytes_share,
             "parameters": self.elements,
             "float_weights": weights,
+            **({"kv_caches": [asdict(c) for c in self.caches]} if self.caches else {}),
         }
 
     def to_markdown(self) -> str:
@@ -143,7 +171,13 @@ class Coverage:
             elements, size = sum(w.elements for w in weights), sum(w.bytes for w in weights)
             share, one = self._share([elements]), weights[0]
             lines.append(f"| {names} | {shape} | {elements:,} | {size:,} | {share:.2%} | {one.state} | {one.about} |")
-        return "\n".join([*lines, "", f"{self}, which hold {self.bytes_share:.1%} of the bytes."])
+        lines += ["", f"{self._reached}, which hold {self.bytes_share:.1%} of the bytes."]
+        if self.caches:
+            lines += ["", "| KV cache | bytes per token | state | |", "|:--|--:|:--|:--|"]
+        for name, several, caches in _alike((c.fqn, (c.state, c.about, c.bytes_per_token), c) for c in self.caches):
+            cache, count = caches[0], f"{len(caches)} x " * several
+            lines.append(f"| {name} | {count}{cache.bytes_per_token or 'unknown'} | {cache.state} | {cache.about} |")
+        return "\n".join(lines)
 
     def _share(self, parts: Iterable[int]) -> float:
         return sum(parts) / self.elements if self.elements else 0.0
@@ -185,7 +219,23 @@ def after(model: nn.Module, plan: Plan | None) -> Coverage:
     if small:
         elements, size = sum(w.elements for w in small), sum(w.bytes for w in small)
         rows.append(Weight((f"{len(small)} biases, norms and scales",), (), elements, size, "small", "not quantised"))
-    return Coverage(tuple(rows))
+    return Coverage(tuple(rows), _caches(model))
+
+
+def _caches(model: nn.Module) -> tuple[Cache, ...]:
+    """The KV caches of a model that quantises one."""
+    quantised = hook.quantised(model)
+    found = []
+    for fqn, module in hook.attentions(model).items() if quantised else ():
+        quant = quantised[fqn].kv_quant if fqn in quantised else None
+        config = None if quant is None else quant.config
+        state = "float" if quant is None else "quantised" if quant.converted else "prepared"
+        reads = "reads keys and values of an earlier layer"
+        about = (
+            reads if hook.shares(module) else "no config was given to this cache" if config is None else config.about
+        )
+        found.append(Cache(fqn, state, about, hook.static_scales(module), hook.bytes_per_token(module, config)))
+    return tuple(found)
 
 
 def listed(weights: Collection[Weight], count: int = 5) -> str:
@@ -200,14 +250,19 @@ def listed(weights: Collection[Weight], count: int = 5) -> str:
 
 def _grouped(weights: Iterable[Weight]) -> Iterator[tuple[str, str, list[Weight]]]:
     """Parameters whose names differ in numbers only: the names, as layers.*.mlp.up_proj.weight, and the shape."""
-    groups: dict[tuple[Any, ...], list[Weight]] = {}
-    for w in weights:
-        pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in w.names)
-        groups.setdefault((pattern, w.shape, w.state, w.about), []).append(w)
-    for (pattern, shape, _, _), group in groups.items():
-        several, sizes = len(group) > 1, "x".join(map(str, shape))
-        said = f"{len(group)} x ({sizes})" if several else f"({sizes})" if shape else ""
-        yield ", ".join(pattern if several else group[0].names), said, group
+    for names, several, group in _alike((", ".join(w.names), (w.shape, w.state, w.about), w) for w in weights):
+        sizes = "x".join(map(str, group[0].shape))
+        yield names, f"{len(group)} x ({sizes})" if several else f"({sizes})" if group[0].shape else "", group
+
+
+def _alike(rows: Iterable[tuple[str, Hashable, Any]]) -> Iterator[tuple[str, bool, list[Any]]]:
+    """Group rows of equal keys whose names differ in numbers only: the name, with * where there are several."""
+    groups: dict[tuple[str, Hashable], list[tuple[str, Any]]] = {}
+    for name, key, row in rows:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)|(?<![^ ])\d+(?=\.)", "*", name)
+        groups.setdefault((pattern, key), []).append((name, row))
+    for (pattern, _), group in groups.items():
+        yield pattern if len(group) > 1 else group[0][0], len(group) > 1, [row for _, row in group]
 
 
 class _Reasons:

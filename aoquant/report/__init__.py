@@ -29,6 +29,7 @@ from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
+from aoquant.report.caches import CacheRow, caches_of
 from aoquant.report.compare import compare, pairs_of
 from aoquant.report.gradients import gradients as gradients_of
 from aoquant.report.measure import undisturbed
@@ -45,7 +46,7 @@ class Report:
     bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of
     everything that model a and model b hold. Tied weights count once. coverage: which parameters of model b are
     quantised, and why others are not. routing: how many tokens go to other experts in model b, for each layer of
-    experts; empty where it was not asked for.
+    experts; empty where it was not asked for. caches: a row for each attention module whose KV cache is quantised.
     """
 
     layers: tuple[Row, ...]
@@ -55,6 +56,7 @@ class Report:
     model_bytes: tuple[int, int]
     coverage: Coverage
     routing: tuple[RouterDrift, ...] = ()
+    caches: tuple[CacheRow, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -82,9 +84,10 @@ class Report:
 
     @property
     def mean_bits(self) -> float:
-        """Return the stored bits per weight over all layers."""
+        """Return the stored bits per weight over all layers; nan without layers."""
         weights = sum(math.prod(r.shape) for r in self.layers)
-        return sum((r.bits_per_weight or 0.0) * math.prod(r.shape) for r in self.layers) / weights
+        bits = sum((r.bits_per_weight or 0.0) * math.prod(r.shape) for r in self.layers)
+        return bits / weights if weights else math.nan
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -103,15 +106,17 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return a table, what stays float, and a line of totals. Needs tabulate."""
-        return render.markdown(self.rows, self.totals, self.coverage) + render.routing(self.routing)
+        table = render.markdown(self.rows, self.totals, self.coverage)
+        return table + render.caches(self.caches) + render.routing(self.routing)
 
     def to_csv(self) -> str:
-        """Return one line a row; None is empty."""
+        """Return one line a row, without KV caches; None is empty."""
         return render.csv_text(self.rows)
 
     def to_json(self) -> str:
-        """Return strict JSON: {"rows": [...], "totals": {...}}."""
-        return render.json_text({"rows": [asdict(r) for r in self.rows], "totals": self.totals})
+        """Return strict JSON: {"rows": [...], "totals": {...}}, with quantised KV caches "caches": [...]."""
+        caches = {"caches": [asdict(c) for c in self.caches]} if self.caches else {}
+        return render.json_text({"rows": [asdict(r) for r in self.rows], **caches, "totals": self.totals})
 
     def plot(self, path: Path | str) -> None:
         """Draw bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs
@@ -120,12 +125,15 @@ class Report:
         render.bars(self.layers, Path(path))
 
     def save(self, folder: Path | str) -> None:
-        """Write report.csv, .json, .md and .png into `folder`, in this order: the first two need no extra package."""
+        """Write report.csv, .json, .md and .png into `folder`, in this order: the first two need no extra package.
+        Without layers there is no picture.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for suffix, text in (("csv", self.to_csv), ("json", self.to_json), ("md", self.to_markdown)):
             (folder / f"report.{suffix}").write_text(text(), encoding="utf-8")
-        self.plot(folder / "report.png")
+        if self.layers:
+            self.plot(folder / "report.png")
 
     def _measured(self) -> list[float]:
         return [r.output_sqnr_db for r in self.layers if r.output_sqnr_db is not None]
@@ -140,7 +148,7 @@ def report(
     routing: bool = False,
     progress: bool = True,
 ) -> Report:
-    """Compare every layer that is prepared or quantised in either model, and the models' outputs, on `batch`.
+    """Compare every layer and KV cache that is prepared or quantised in either model, and the models' outputs.
 
     batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
     as they are: weights, train or eval mode, and random state. A layer that is called more than once has one row.
@@ -175,6 +183,7 @@ def report(
     pairs = pairs_of(a, b)
     bar = iter(track(pairs, "outputs") if progress else pairs)
     with undisturbed(a, b):
+        caches = caches_of(a, b, batch)
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
         made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in rows_of(pair)]
         sqnr = gradients_of(b, batch) if gradients else {}
@@ -188,18 +197,19 @@ def report(
     after = sum(row.bytes or 0 for _, row in once)
     sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
     moved = router_drift(a, b, batch) if routing else ()
-    return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b), moved)
+    return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b), moved, caches)
 
 
 def verify(
     prepared: nn.Module, converted: nn.Module, batch: Any, *, min_db: float = math.inf, allow_not_run: bool = False
 ) -> Report:
-    """Return the report of `prepared` against `converted`, when weights and outputs of every layer reach `min_db`.
+    """Return the report of `prepared` against `converted`, when weights and outputs of every layer, and keys and values
+    of every quantised KV cache, reach `min_db`.
 
-    The default is bit equality. Where all layers that ran are bit-equal, the models' own outputs have to reach min_db
-    too, and both models have to run every layer equally often. Errors of layers that are not bit-equal add up in the
-    outputs, so those are then left to the reader. A warning names matrices without support that stay float, when they
-    are much of the model: nothing is verified of them.
+    The default is bit equality, also of the bytes that caches store. Where all layers that ran and all caches are
+    bit-equal, the models' own outputs have to reach min_db too, and both models have to run every layer equally often.
+    Errors of layers that are not bit-equal add up in the outputs, so those are then left to the reader. A warning names
+    matrices without support that stay float, when they are much of the model: nothing is verified of them.
 
     Raises:
         ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared
@@ -214,7 +224,7 @@ def verify(
     check_model(prepared, "prepared")
     check_model(converted, "converted")
     found = report(prepared, converted, batch, progress=False)
-    exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)
+    exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers) and all(c.exact for c in found.caches)
     judged = [
         (r, v) for r in found.rows if r is not found.output or exact for v in (r.weight_sqnr_db, r.output_sqnr_db)
     ]
@@ -228,15 +238,25 @@ def verify(
             for r in worst
         ]
         problems.append(f"{len(low)} of {len(found.rows)} row(s) are below {min_db} dB:" + first(lines))
+    off = [
+        f"{c.fqn}: keys {render.db(c.key_sqnr_db)}, values {render.db(c.value_sqnr_db)}, bytes "
+        f"{'differ' if c.bytes_equal is False else 'equal'} ({c.format})"
+        for c in found.caches
+        if not all(v is None or v >= min_db for v in (c.key_sqnr_db, c.value_sqnr_db))
+        or (min_db == math.inf and c.bytes_equal is False)
+    ]
+    if off:
+        problems.append(f"{len(off)} of {len(found.caches)} KV cache(s) are below {min_db} dB:" + first(off))
     uneven = [
         f"{r.fqn}: {r.warning}" for r in found.layers if exact and r.output_sqnr_db is not None and len({*r.calls}) > 1
     ]
     if uneven:
         problems.append(f"{len(uneven)} layer(s) do not run equally often in both models:" + first(uneven))
     missing = [f"{r.fqn}: {r.warning}" for r in found.rows if r.output_sqnr_db is None]
+    missing += [f"{c.fqn}: {c.warning or c.format}" for c in found.caches if c.bytes_equal is None]
     if missing and not allow_not_run:
         problems.append(
-            f"{len(missing)} of {len(found.rows)} row(s) were not run, so nothing is known of them "
+            f"{len(missing)} of {len(found.rows) + len(found.caches)} row(s) were not run, so nothing is known of them "
             "(verify where they run, or pass allow_not_run=True):" + first(missing)
         )
     if problems:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.experts.families import stacks_of
+from aoquant.kv import hook
 from aoquant.linear.kinds import is_packed, matrix_of
 from aoquant.linear.prepared import QATLayer
 from aoquant.linear.tensor import PackedTensor
@@ -101,7 +102,7 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
     """Return every layer that is prepared or quantised in a or in b, with the layer of the same name.
 
     Raises:
-        ValueError: there is none, or the models do not match.
+        ValueError: there is none, nor a quantised KV cache, or the models do not match.
     """
     for side, model, other in (("a", a, b), ("b", b, a)):
         if _unmerged(model) and not any(_is_adapted(m) for m in other.modules()):
@@ -127,7 +128,7 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
                 f"{fqn}: is one object in both models; quantize_ works in place, so copy.deepcopy the model before it"
             )
         pairs.setdefault((id(mine), id(theirs)), Pair(fqn, mine, theirs))
-    if not pairs:
+    if not pairs and not any(map(hook.quantised, (a, b))):
         raise ValueError("no layer of either model is prepared or quantised: call quantize_ on one of them")
     return list(pairs.values())
 

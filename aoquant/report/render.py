@@ -15,7 +15,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from aoquant.kv import hook
 from aoquant.planning.coverage import Coverage, listed
+from aoquant.report.caches import CacheRow
 from aoquant.report.routing import RouterDrift, changed_share
 from aoquant.report.rows import Row
 
@@ -54,13 +56,34 @@ def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) ->
     align = ["left" if name in _WORDS else "right" for name in heads]
     table = tabulate(cells, list(heads.values()), tablefmt="github", colalign=align, disable_numparse=True)
     before, after = totals["model_bytes"]
-    return (
-        f"{table}\n\n{coverage}.{_float(coverage)}\n\n"
-        f"{totals['layers']} layers, {len(totals['not_run'])} of them not run; output SQNR min "
+    layers = (
+        f", {len(totals['not_run'])} of them not run; output SQNR min "
         f"{totals['min_sqnr_db']:.1f} dB, mean {totals['mean_sqnr_db']:.1f} dB; {totals['mean_bits_per_weight']:.2f} bits per "
-        f"weight; quantised layers {totals['bytes_before']:,} → {totals['bytes_after']:,} bytes; whole model {before:,} → "
-        f"{after:,} bytes"
+        f"weight; quantised layers {totals['bytes_before']:,} → {totals['bytes_after']:,} bytes"
     )
+    return (
+        f"{table}\n\n{coverage}.{_float(coverage)}\n\n{totals['layers']} layers{layers if totals['layers'] else ''}; "
+        f"whole model {before:,} → {after:,} bytes"
+    )
+
+
+def caches(rows: Sequence[CacheRow]) -> str:
+    """Return a table of KV caches; nothing without one."""
+    if not rows:
+        return ""
+    tabulate = _need("tabulate", "cli").tabulate
+    heads = ("KV cache", "format", "scales", "bytes per token", "key dB", "value dB", "bytes equal", "warning")
+    cells = [
+        (
+            row.fqn, row.format, hook.said(row.scales),
+            "" if row.bytes_per_token is None else f"{row.bytes_before:,} → {row.bytes_per_token:,}",
+            _cell("key_db", row.key_sqnr_db), _cell("value_db", row.value_sqnr_db),
+            "" if row.bytes_equal is None else "yes" if row.bytes_equal else "no", _cell("warning", row.warning),
+        )
+        for row in rows
+    ]  # fmt: skip
+    align = ("left", "left", "left", "right", "right", "right", "left", "left")
+    return "\n\n" + tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def routing(layers: Sequence[RouterDrift]) -> str:

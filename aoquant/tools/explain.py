@@ -21,10 +21,11 @@ from aoquant.experts.families import stacks_of
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Operand
+from aoquant.kv import hook
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
-from aoquant.ops import CodecRequest, gemm_request, router
+from aoquant.ops import CodecRequest, gemm_request, kv, router
 from aoquant.ops.gemm import one_call, tensor_cores
 
 Rows = list[tuple[str, str]]
@@ -71,8 +72,9 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     """Return which backend runs, and why the others do not.
 
     what: a prepared layer, or a converted one: `Routes`, for every M. Inside `fixed_weights` a prepared layer's weight
-        is codes already. Stacked experts: the same, M the tokens of one expert. Or a request (`ops.Request`,
-        `ops.CodecRequest`): a list of (backend, "runs" | "willing, lower priority" | reason why not).
+        is codes already. Stacked experts: the same, M the tokens of one expert. An attention module whose KV cache is
+        quantised: the same, M the query tokens of a sequence. Or a request (`ops.Request`, `ops.CodecRequest`): a list
+        of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
     engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
 
@@ -84,6 +86,8 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     weight, known = getattr(what, "weight", None), _Known()
     if isinstance(what, torch.nn.Module) and stacks_of(what):
         return _experts(what, dtype, engine, gpu)
+    if getattr(what, "kv_quant", None) is not None:
+        return _cache(what, dtype)
     if isinstance(what, QATLinear):
         recipe, state, weight = what.prepared.recipe, "prepared", what.matrix()
         known = _known(what)
@@ -92,7 +96,8 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     else:
         held = f" with a weight of {type(weight.data).__name__}" if isinstance(weight, torch.Tensor) else ""
         raise ValueError(
-            f"explain takes a request, a prepared linear layer or one with a PackedTensor, got {type(what).__name__}{held}: "
+            "explain takes a request, a prepared linear layer or one with a PackedTensor, or an attention module with a quantised KV "
+            f"cache, got {type(what).__name__}{held}: "
             "for a model, choose a layer with model.get_submodule(name); torchao's tensors call their own kernels, without this router"
         )
     assert isinstance(weight, torch.Tensor)
@@ -134,6 +139,37 @@ def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[
         return tuple(serving.differences(recipe, engine, gpu))
     note = serving.note(recipe)
     return (note,) if note else ()
+
+
+def _cache(module: torch.nn.Module, dtype: torch.dtype | None) -> Routes:
+    """Return what writes a KV cache and what attends to it: without gradients, by `sdpa`, outside of compiled code."""
+    quant: Any = module.kv_quant
+    k, v, state = quant.config.k_format, quant.config.v_format, "converted" if quant.converted else "prepared"
+    like = next(t for t in module.parameters() if t.is_floating_point())
+    dtype, dim, size = dtype or like.dtype, hook.head_dims(module)[0], hook.bytes_per_token(module, quant.config)
+    about = "; ".join(filter(None, (quant.config.about, hook.said(hook.static_scales(module)))))
+    shown = torch.empty((1, 1, 1, max(dim, 1)), dtype=dtype, device="meta" if like.is_meta else like.device)
+    lacks = next((f.name for f in (k, v) if not kv.writes(f, shown, None)), None)
+    triton = "runs" if lacks is None else f"does not write {lacks} of {dtype} on {like.device.type}"
+    latent = "latent attention is decoded first" if hook.is_latent(module) else None
+    reason = latent or kv.why_not_attend(k, v, dim, dtype, like.device)
+    decoded = (
+        "the model's attention function, on decoded values",
+        "willing, lower priority" if reason is None else "runs",
+    )
+    return Routes(
+        f"{quant.fqn}: {state} KV cache, {about}; {size or 'unknown'} bytes a token",
+        (
+            Route(
+                "write the cache",
+                1,
+                None,
+                [("triton", triton), ("torch", "runs" if lacks else "willing, lower priority")],
+            ),
+            Route("attend", 1, 1, [("triton, to the bytes themselves", reason or "runs"), decoded]),
+            Route("attend", 2, None, [(decoded[0], "runs")]),
+        ),
+    )
 
 
 def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | None, gpu: str | None) -> Routes:

@@ -1,0 +1,127 @@
+"""What report, verify, coverage and explain say of KV caches."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.kv_models import IDS, SOME_SLOW, model, of, prepared
+from torchao.quantization import FqnToConfig
+
+import aoquant
+from aoquant import KVCacheConfig, QATConfig, quantize_
+from aoquant.formats.kv import KV_NAMES
+
+LAYER = "model.layers.1.self_attn"
+
+
+def pair(family: str = "llama", **config: Any) -> tuple[Any, Any]:
+    made = prepared(family, **config)
+    served = copy.deepcopy(made)
+    quantize_(served, QATConfig(step="convert"))
+    return made, served
+
+
+@pytest.mark.parametrize("family", SOME_SLOW)
+@pytest.mark.parametrize("name", KV_NAMES)
+def test_prepared_equals_converted(family: str, name: str) -> None:
+    made, served = pair(family, **of(name))
+    found = aoquant.verify(made, served, IDS)
+    rows = {row.fqn: row for row in found.caches}
+    assert list(rows) == [c.fqn for c in found.coverage.caches] and all(row.exact for row in rows.values())
+    assert all(
+        (row.bytes_equal, row.key_sqnr_db, row.value_sqnr_db) == (True, math.inf, math.inf) for row in rows.values()
+    )
+    # what the report counts is what a cache holds
+    cache = served(IDS, use_cache=True).past_key_values
+    held = [t.nbytes // t.shape[0] // t.shape[-2] for t in (cache.layers[1].keys, cache.layers[1].values)]
+    assert rows[LAYER].bytes_per_token == sum(held)
+    assert {c.bytes_per_token for c in found.coverage.caches if c.fqn == LAYER} == {sum(held)}
+    assert sum(held) < (rows[LAYER].bytes_before or 0)
+    assert f"| {LAYER}" in found.to_markdown()
+
+
+def test_a_report_against_the_float_model(tmp_path: Path) -> None:
+    """Keys are compared alone: layers before them do not add to the noise."""
+    made = model()
+    other = {
+        "model.layers.0.self_attn": KVCacheConfig("q4_0"),
+        "_default": KVCacheConfig("int8-token-head", value="fp8"),
+    }
+    quantize_(made, QATConfig(FqnToConfig(other), step="prepare"))
+    found = aoquant.report(model(), made, IDS, progress=False)
+    by = {row.fqn: row for row in found.caches}
+    assert (by[LAYER].format, by[LAYER].scales) == (
+        "high precision → int8-token-head keys, fp8 values",
+        {"v_scale": [1.0]},
+    )
+    assert by["model.layers.0.self_attn"].key_sqnr_db < 25 < 40 < (by[LAYER].key_sqnr_db or 0)
+    assert by[LAYER].bytes_equal is None and not by[LAYER].exact
+    found.save(tmp_path)
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert (
+        [c["fqn"] for c in saved["caches"]] == list(by) == [c["fqn"] for c in saved["totals"]["coverage"]["kv_caches"]]
+    )
+    backwards = aoquant.report(made, model(), IDS, progress=False).caches[1]
+    assert backwards.format == "int8-token-head keys, fp8 values → high precision"
+    assert backwards.bytes_per_token == backwards.bytes_before == by[LAYER].bytes_before
+
+
+@pytest.mark.parametrize("mistake", ["scale", "values", "off", "format"])
+def test_verify_notices(mistake: str) -> None:
+    made, served = pair(scale=2.0**-6)
+    module = served.get_submodule(LAYER)
+    if mistake == "scale":  # another power of two: other bytes, and equal values but for the smallest
+        module.k_scale.mul_(2)
+    elif mistake == "values":
+        module.v_scale.mul_(1.1)
+    elif mistake == "off":
+        made.get_submodule(LAYER).kv_quant.fake_quant = False
+    else:
+        module.kv_quant.config = KVCacheConfig("fp8-e5m2", scale=2.0**-6)
+    with pytest.raises(ValueError, match=f"{LAYER}: (keys|fake quantisation is off)"):
+        aoquant.verify(made, served, IDS)
+    row = aoquant.report(made, served, IDS, progress=False).caches[1]
+    assert row.bytes_equal is (None if mistake == "off" else False)
+    assert (min(row.key_sqnr_db or 0, row.value_sqnr_db or 0) > 100) == (mistake == "scale")
+
+
+def test_a_cache_that_is_not_reached() -> None:
+    made, served = pair()
+    for one in (made, served):
+        one.model.layers = one.model.layers[:1].append(one.model.layers[2])
+        one.config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: this batch does not reach"):
+        aoquant.verify(made, served, IDS)
+
+
+def test_models_that_do_not_match() -> None:
+    made = prepared()
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: its KV cache is quantised in one model"):
+        aoquant.report(made, torch.nn.Sequential(torch.nn.Embedding(97, 8)), IDS, progress=False)
+
+
+def test_coverage() -> None:
+    made = model("gemma3")
+    assert aoquant.coverage(made).caches == () and "KV" not in aoquant.coverage(made).to_markdown()
+    quantize_(made, QATConfig(FqnToConfig({LAYER: None, "_default": KVCacheConfig()}), step="prepare"))
+    found = aoquant.coverage(made)
+    assert [c.state for c in found.caches] == ["prepared", "float", "prepared"]
+    assert [c.bytes_per_token for c in found.caches] == [128, 256, 128]
+    assert "2 of 3 attention modules quantise their KV cache" in str(found)
+    assert "| model.layers.*.self_attn | 2 x 128 | prepared | fp8 |" in found.to_markdown()
+
+
+def test_explain() -> None:
+    made, served = pair(per="head")
+    for one, state in ((made, "prepared"), (served, "converted")):
+        said = aoquant.explain(one.get_submodule(LAYER))
+        assert f"{LAYER}: {state} KV cache, fp8; k_scale 0.0625, v_scale 0.0625; 128 bytes a token" in str(said)
+        assert [r.backend for r in said.routes] == ["torch", *["the model's attention function, on decoded values"] * 2]
+    with pytest.raises(ValueError, match="attention module with a quantised KV cache"):
+        aoquant.explain(model().get_submodule(LAYER))
