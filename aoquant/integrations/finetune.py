@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def finetune(
     enough: Callable[[nn.Module], bool] | None = None,
     micro_batch: int | None = None,
     documents: Documents = ONE_TEXT,
+    times: list[float] | None = None,
 ) -> list[float]:
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
@@ -74,7 +76,7 @@ def finetune(
     every twentieth of the steps, on all ranks; training ends when it returns True. micro_batch: blocks in one forward
     of a rank. Gradients of a batch are summed in float32 and weighted by tokens, so they are those of one forward up to
     the order of sums (in formats that share scales among tokens, up to those scales). documents: how `blocks_BT` holds
-    documents.
+    documents. times: gets the seconds of each step.
 
     Raises:
         ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, no step with fake quantisation, or a
@@ -109,6 +111,7 @@ def finetune(
         if first:
             bar.update(first)
         while done < steps and not stop and not is_enough():
+            began = time.monotonic()
             if fake_quant_after_n_steps:
                 set_fake_quant(trained, done >= fake_quant_after_n_steps)
             torch.manual_seed((seed * steps + done) * size + rank)  # dropout's, the same after a stop
@@ -134,6 +137,8 @@ def finetune(
             summed, due, stop = told.tolist()
             losses[done] = summed / size
             done += 1
+            if times is not None:
+                times.append(time.monotonic() - began)
             bar.update(1)
             bar.set_postfix(loss=f"{losses[done - 1]:.4f}")
             if keeper is not None and (due or stop or done == steps):

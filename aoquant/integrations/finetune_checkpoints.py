@@ -1,7 +1,8 @@
 """Checkpoints of a fine-tune: every five minutes, at the end, and on Ctrl-C, which lets the step finish.
 
 Masters and moments stand in one safetensors file, whole, under the names of their parameters, so they load into any
-number of ranks, and into one process without any. Another number of ranks adds gradients in another order, so the last
+number of ranks, and into one process without any. After the last step the file holds the trained weights alone: a sixth
+of the bytes. Another number of ranks adds gradients in another order, so the last
 bits of a run that goes on with it differ; with the same number they do not.
 """
 
@@ -49,7 +50,7 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Write the checkpoint after `step` steps over the one before."""
-        writes, state = not dist.is_initialized() or dist.get_rank() == 0, self._state()
+        writes, state = not dist.is_initialized() or dist.get_rank() == 0, self._state(step == len(self.losses))
         path = self.folder / NEWEST
         partial = path.with_suffix(".partial")
         if writes:
@@ -74,10 +75,13 @@ class Checkpoints:
         Raises:
             ValueError: the file is damaged, or another model's.
         """
-        path, state = self.folder / NEWEST, self._state()
+        path = self.folder / NEWEST
         if not path.is_file():
             return 0
         metadata, stored = header(path)
+        trained = {f"weight.{name}": p for name, p in self.model.named_parameters() if p.requires_grad}
+        complete = trained.keys() <= stored.keys()
+        state = self._state(complete)
         try:
             if (step := int(metadata["step"])) < 1:
                 raise ValueError(f"it names step {step}")
@@ -94,17 +98,20 @@ class Checkpoints:
             if isinstance(tensor, DTensor):  # each rank has read the file, so none sends it
                 whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.copy_(whole)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        for p, master in zip(trained, self.optimizer.param_groups[0]["params"], strict=True):
-            p.copy_(master)
+        if not complete:
+            for p, master in zip(trained.values(), self.optimizer.param_groups[0]["params"], strict=True):
+                p.copy_(master)
         return step
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return every tensor that a step changes, by name: views, which loading copies into."""
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        masters = dict(zip(names, self.optimizer.param_groups[0]["params"], strict=True))
+    def _state(self, complete: bool) -> dict[str, Tensor]:
+        """Return every tensor that further steps or, if it is `complete`, a trained model needs, by name: views, which
+        loading copies into.
+        """
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         state = {"losses": self.losses, **{f"buffers.{name}": b for name, b in self.model.named_buffers()}}
-        for name, master in masters.items():
+        if complete:
+            return state | {f"weight.{name}": p.detach() for name, p in trained.items()}
+        for name, master in zip(trained, self.optimizer.param_groups[0]["params"], strict=True):
             moments = self.optimizer.state[master]
             state[f"master.{name}"] = master.data
             state |= {f"{moment}.{name}": moments[moment] for moment in _MOMENTS}

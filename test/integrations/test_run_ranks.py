@@ -66,7 +66,7 @@ def folder() -> Path:
 
 def options(out: str) -> job.Options:
     text = {"train_text": [folder() / "text.txt"], "wikitext": str(folder()), "model": str(folder() / "model")}
-    budget = {"steps": 2, "batch_size": 2, "block": 16, "learning_rate": 1e-2}
+    budget: Any = {"steps": 2, "batch_size": 2, "block": 16, "learning_rate": 1e-2, "freeze": ["model.layers.0"]}
     return job.Options(recipe="int8-weight", device="cpu", out=folder() / out, **text, **budget)
 
 

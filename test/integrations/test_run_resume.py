@@ -21,6 +21,7 @@ from support import forked
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
+from aoquant.files.safetensors_file import header
 from aoquant.integrations import finetune as tuning
 from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune, master_adamw
@@ -86,6 +87,9 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
     again = llama(recipe, seed=10)
     assert tune(again, tmp_path) == losses
     assert calls == STEPS  # nothing was trained a second time
+    kept = header(tmp_path / NEWEST).tensors
+    assert {t.dtype for name, t in kept.items() if name.startswith("weight.")} == {torch.bfloat16}
+    assert not any(name.startswith(("master.", "exp_avg")) for name in kept)  # which no step needs any more
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
         assert torch.equal(value, again.state_dict()[name]), name
@@ -225,6 +229,11 @@ def numbers(out: str) -> dict[str, Any]:
     return json.loads((Path(out) / job.RESULTS).read_text())
 
 
+def scores(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage without what it took."""
+    return {name: value for name, value in stage.items() if name not in ("seconds", "peak_bytes", "tokens_per_s")}
+
+
 def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
     run: Any, scored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,8 +261,13 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
     os.utime("text.txt", ns=(stamp, stamp))
     assert run(*parts)[0] == 0
     assert scored == whole
-    for key in ("stages", "logits_sha256"):
-        assert numbers("parts")[key] == numbers("whole")[key]
+    parts_are, whole_is = numbers("parts"), numbers("whole")
+    assert parts_are["logits_sha256"] == whole_is["logits_sha256"]
+    assert [scores(stage) for stage in parts_are["stages"]] == [scores(stage) for stage in whole_is["stages"]]
+    for found in parts_are, whole_is:
+        assert all(stage["seconds"] > 0 for stage in found["stages"]) and found["finish_seconds"] > 0
+    assert [s["tokens_per_s"] > 0 for s in whole_is["stages"]] == [False, False, True, False]  # of QAT
+    assert "tokens/s in training" in (Path("whole") / "report.md").read_text()
     assert list(Path("parts").rglob(NEWEST)) == []  # nothing needs it any more
     assert run(*parts)[0] == 0
     assert scored == whole  # the table again, and nothing is computed

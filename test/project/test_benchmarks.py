@@ -99,6 +99,17 @@ def test_every_part_of_a_model_has_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", ["8b", "30b-a3b", "stopped"])
+def test_a_large_run_has_a_row_for_each_stage(shape: str, tmp_path: Path) -> None:
+    done = ran("large_run.py", shape, "--steps", "3", "--work", str(tmp_path), "--out", str(tmp_path / "large.csv"))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = rows(tmp_path / "large.csv")
+    assert [row["tokens_per_s"] != "" for row in found] == [False, True, False, True, False, False]
+    assert "inf dB" in found[-1]["note"] and "bit-equal" in found[-1]["note"]
+    assert all(float(row["seconds"]) > 0 for row in found)
+
+
+@pytest.mark.slow
 def test_a_gemma_trains_by_the_loss_of_a_run(tmp_path: Path) -> None:
     done = ran("model.py", "train", "--gemma", "--recipes", "int4-g128", "--torchao", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

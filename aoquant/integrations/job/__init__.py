@@ -19,6 +19,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -111,7 +112,8 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     blocks = token_blocks(documents, tokenizer, o.block, bos=o.bos, progress=ranks.first)
     layout = Documents.of(tokenizer, bos=o.bos, separate=o.separate_documents)
     ranks.share(lambda: layout.check(float_model))
-    ranks.share(lambda: freeze(float_model, o.freeze))
+    ranks.share(lambda: freeze(float_model, o.freeze))  # a wrong name is one error
+    freeze(float_model, o.freeze)
     text, held_out = blocks, blocks[:0]
     if o.learning_rates or o.stop_at_gap is not None:
         blocks, held_out = ranks.share(lambda: hold_out(blocks, ranks.size))
@@ -138,14 +140,17 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         prepare(model, config, blocks, o.batch_size, layout)
         return model
 
-    def stage_of(name: str, model: PreTrainedModel) -> Stage:
-        return folder.stage(name, lambda: Stage(name, score(model), model_bytes(model)))
+    def stage_of(name: str, model: PreTrainedModel, speed: float = 0.0) -> Stage:
+        return folder.stage(name, lambda: Stage(name, score(model), model_bytes(model), tokens_per_s=speed))
 
-    def tune(model: PreTrainedModel, rate: float, steps: int = steps, **more: Any) -> list[float]:
+    def tune(model: PreTrainedModel, rate: float, steps: int = steps, **more: Any) -> tuple[list[float], float]:
+        """Train; returns the losses, and the tokens a second of a step: the median, without the first one."""
         budget: Any = {"steps": steps, "batch_size": o.batch_size, "seed": o.seed, "blocks_BT": blocks}
         budget.update(micro_batch=o.micro_batch, documents=layout)
         rates: Any = {"learning_rate": rate, "final_learning_rate": o.final_rate(rate)}
-        return finetune(model, shared=ranks.launched, **budget, **rates, **more)
+        times: list[float] = []
+        losses = finetune(model, shared=ranks.launched, times=times, **budget, **rates, **more)
+        return losses, o.batch_size * o.block / median(times[1:] or times) if times else 0.0
 
     def loss_of(rate: float) -> float:
         """Train shortly at a rate; returns the validation loss."""
@@ -157,8 +162,9 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
 
     def tuned_stage() -> Stage:
         tuned = alias(float_model, frozen=True).to(o.device)
-        tune(tuned, rate, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED))
-        return Stage(TUNED, score(tuned), model_bytes(tuned))
+        checkpoints = folder.checkpoints(TUNED)
+        _, speed = tune(tuned, rate, loss="ce", teacher=None, label=TUNED, checkpoints=checkpoints)
+        return Stage(TUNED, score(tuned), model_bytes(tuned), tokens_per_s=speed)
 
     if o.export is not None and not folder.has(FLOAT):
         untrained = prepared(trains=False)
@@ -188,7 +194,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     enough = (
         None if o.stop_at_gap is None else lambda m: validation_loss(m, held_out, layout, shared=ranks.launched) <= goal
     )
-    losses = tune(
+    losses, speed = tune(
         student,
         rate,
         loss=o.loss,
@@ -201,7 +207,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     gc.collect()  # its shards, as at the end of a stage
     converted = alias(student)
     convert(converted)
-    qat = stage_of(PREPARED, student)
+    qat = stage_of(PREPARED, student, speed)
     if ptq.note:  # the kernel of the converted model does not run here
         as_prepared = Stage(CONVERTED, qat.perplexity, model_bytes(converted), ptq.note)
         deployed = folder.stage(CONVERTED, lambda: as_prepared)
@@ -216,7 +222,9 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     if len(losses) < steps:
         trained_on += f"; QAT stopped early, at a gap of {o.stop_at_gap:g} nats a token: {steps} were planned"
     result = ranks.share(
-        lambda: _finish(o, stages, tokenizer, (float_model, student, converted), batch, skipped, ranks.size, trained_on)
+        lambda: _finish(
+            o, folder, stages, tokenizer, (float_model, student, converted), batch, skipped, ranks.size, trained_on
+        )
     )
     folder.forget(PREPARED)
     return result
@@ -232,6 +240,7 @@ def _fits(o: Options, ranks: int) -> Estimate | None:
 
 def _finish(
     o: Options,
+    folder: Folder,
     stages: list[Stage],
     tokenizer: Any,
     models: tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel],
@@ -274,7 +283,10 @@ def _finish(
         if deployed is converted:
             prepared.to("cpu")
         float_model.to(deployed.device)
-    write(result, layers, report(float_model, deployed, batch), record)
+    error = report(float_model, deployed, batch)
+    seconds, peak = folder.lap()
+    result = dataclasses.replace(result, finish_seconds=seconds, finish_peak_bytes=peak)
+    write(result, layers, error, record)
     return result
 
 

@@ -20,12 +20,19 @@ PICTURE = "perplexity.png"
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table. note: how it was run, when not as it is deployed."""
+    """One row of the table. note: how it was run, when not as it is deployed.
+
+    seconds: since the stage before. peak_bytes: the most memory that rank 0 held on its GPU meanwhile; 0 on a CPU.
+    tokens_per_s: of all ranks in training, median of the steps; 0 where nothing was trained in this process.
+    """
 
     name: str
     perplexity: Perplexity
     bytes: int
     note: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    tokens_per_s: float = 0.0
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Stage:
@@ -57,6 +64,8 @@ class Result:
     trained_on: str
     skipped: Mapping[str, str] = field(default_factory=dict)
     exported: Path | None = None
+    finish_seconds: float = 0.0
+    finish_peak_bytes: int = 0
 
     def sqnr(self) -> str:
         """Return the verdict over all layers, for people."""
@@ -97,6 +106,15 @@ class Result:
             )
         )
 
+    def costs(self) -> str:
+        """Return time and memory of each stage as a markdown table."""
+        from tabulate import tabulate
+
+        rows = [(s.name, s.seconds, s.peak_bytes / 1e9 or None, s.tokens_per_s or None) for s in self.stages]
+        rows.append(("checkpoint and report", self.finish_seconds, self.finish_peak_bytes / 1e9 or None, None))
+        heads = ("stage", "seconds", "peak GB of a GPU", "tokens/s in training")
+        return tabulate(rows, heads, tablefmt="github", floatfmt=("", ".1f", ".2f", ".0f"))
+
     def where_to_look(self) -> str:
         """Return the files that a run left, and which of them to open first."""
         out = self.out
@@ -111,7 +129,7 @@ class Result:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Result:
         """Return the result in a finished run's `aoquant_run.json`."""
-        numbers: dict[str, Any] = {name: found[name] for name in _RECORDED}
+        numbers: dict[str, Any] = {name: found[name] for name in _RECORDED if name in found}
         numbers["stages"] = [Stage.from_json(s) for s in found["stages"]]
         numbers["min_sqnr_db"] = float(found["min_sqnr_db"])
         return cls(recipe=found["options"]["recipe"], out=Path(found["options"]["out"]), **numbers)
@@ -129,7 +147,8 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
     names, scores = zip(*((s.name, s.perplexity.word_perplexity) for s in result.stages), strict=True)
     title = f"{result.recipe}; prepared against converted: {result.sqnr()}"
     render.ladder(names, scores, "word perplexity", title, out / PICTURE)
-    text = f"# aoquant run: {result.recipe}\n\n{result.table()}\n\n## Prepared against converted\n\n"
+    text = f"# aoquant run: {result.recipe}\n\n{result.table()}\n\n## Time and memory\n\n{result.costs()}\n\n"
+    text += "## Prepared against converted\n\n"
     text += f"{layers.to_markdown()}\n\n## Float against quantised\n\n{error.to_markdown()}\n"
     (out / "report.md").write_text(text, encoding="utf-8")
     numbers = {name: value for name, value in asdict(result).items() if name in _RECORDED}

@@ -15,12 +15,14 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout  # torch needs it too
 
 import aoquant
@@ -40,6 +42,7 @@ class Folder:
         self.out, self.stages, self.ranks = o.out, o.out / "stages", ranks or Ranks()
         self.command_file, self.command = self.stages / "command.json", _command(o)
         self.lock = FileLock(self.out / LOCK, timeout=0)
+        self.cuda, self.began = torch.device(o.device).type == "cuda", time.monotonic()
 
     def __enter__(self) -> Folder:
         """Look at the folder, make it if it is not there, and lock it. Of several ranks the first alone does so.
@@ -111,10 +114,21 @@ class Folder:
             return found
         self._say(f"{name}: begins")
         computed = compute()
+        seconds, peak = self.lap()
+        computed = replace(computed, seconds=seconds, peak_bytes=peak)
         gc.collect()  # its sharded layers, and those of torchao's tensors, are in reference cycles: they would stay
         self.ranks.share(lambda: write_json(path, asdict(computed)))
         self._say(f"{name}: word perplexity {computed.perplexity.word_perplexity:.3f}")
         return computed
+
+    def lap(self) -> tuple[float, int]:
+        """Return the seconds and the peak of this rank's GPU memory, in bytes, since the last call."""
+        before, self.began = self.began, time.monotonic()
+        if not self.cuda:
+            return self.began - before, 0
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self.began - before, peak
 
     def number(self, name: str, compute: Callable[[], float]) -> float:
         """Return the number called so: read if it is known, otherwise computed, by every rank, and written down."""
