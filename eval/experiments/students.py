@@ -30,9 +30,10 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import CalibrateConfig, KVCacheConfig, QATConfig, calibrate_ptq, quantize_
 from aoquant.integrations.job.models import convert, prepare
+from aoquant.integrations.plans import with_embeddings
 from aoquant.kv import hook
 from aoquant.planning.sizes import stored_bytes
-from aoquant.recipes import get_recipe, list_recipes
+from aoquant.recipes import get_recipe, list_recipes, mixed
 from experiments.rows import Row
 
 CALIBRATION, BATCH = 128, 8  # blocks that calibrated PTQ sees, and those of one forward
@@ -65,11 +66,12 @@ def but_the_head(module: nn.Module, name: str) -> bool:
 class Student:
     """Makes the models of a row. float_model is not changed. blocks_BT: token ids to calibrate on, where needed.
     method: of calibrated PTQ, such as "gptq"; training starts from its codes, under held scales. "": the nearest codes,
-    and training starts from the float weights.
+    and training starts from the float weights. embeddings: a recipe for embedding and head; "": they stay as they are.
     """
 
-    def __init__(self, row: Row, float_model: Any, blocks_BT: Tensor, method: str = "") -> None:
-        self.row, self.float_model, self.blocks_BT, self.method = row, float_model, blocks_BT, method
+    def __init__(self, row: Row, float_model: Any, blocks_BT: Tensor, method: str = "", embeddings: str = "") -> None:
+        self.row, self.float_model, self.blocks_BT = row, float_model, blocks_BT
+        self.method, self.embeddings = method, embeddings
 
     def prepared(self, seed: int) -> Any:
         """A fresh model to train, with the random state of `seed`."""
@@ -79,10 +81,10 @@ class Student:
             made = {type(m).__module__.partition(".")[0] for m in _linears(model).values()}
             assert made == {"torchao"}, made  # torchao's simulation, not ours
         elif self.method:
-            self._calibrate(model, _training(row.recipe, seed=seed), "prepare")
+            self._calibrate(model, self._training(seed=seed), "prepare")
         elif row.kind != "float":
             options = {"scales": "learned"} if row.trick == "scales" else {}
-            prepare(model, _training(row.recipe, seed=seed, **options), self.blocks_BT, batch_size=8)
+            prepare(model, self._training(seed=seed, **options), self.blocks_BT, batch_size=8)
         if row.kind == "lora":
             from peft import LoraConfig, get_peft_model
 
@@ -110,9 +112,16 @@ class Student:
         if self.method:
             self._calibrate(model, get_recipe(row.recipe).make(), None)
             return model
-        prepare(model, _training(row.recipe), self.blocks_BT, batch_size=8)
+        prepare(model, self._training(), self.blocks_BT, batch_size=8)
         quantize_(model, _convert())
         return model
+
+    def _training(self, **options: Any) -> Any:
+        """Return the config that trains the row."""
+        if not self.embeddings:
+            return _training(self.row.recipe, **options)
+        layers = with_embeddings(self.float_model, self.embeddings)
+        return mixed(self.row.recipe, layers, make=lambda recipe: recipe.prepare(**options))
 
     def _calibrate(self, model: Any, config: Any, step: str | None) -> None:
         batches = self.blocks_BT[:CALIBRATION].to(model.device).split(BATCH)

@@ -99,7 +99,7 @@ def measured(lines: Sequence[Line]) -> str:
     for recipe, untrained, trained in quantised(lines):
         numbers = (f"{float(n):.3f}" for n in (untrained["bits"], base, untrained[PERPLEXITY]))
         qat = f"{average(trained, PERPLEXITY):.3f}" if trained else ""
-        if recipe not in rows.MXFP4 and "+" not in recipe:
+        if recipe not in rows.MXFP4 and not {"+", "@"} & set(recipe):
             made.append(",".join([recipe, *numbers, qat, str(len(trained))]))
     return "\n".join(made) + "\n"
 

@@ -6,7 +6,9 @@ in torchao's converted layers, and again with its trained weights quantised by e
 same grid: the kernel or file that aoquant's row of that recipe was trained for. `kv-FORMAT` quantises KV caches alone,
 `kv-fp8-query` queries too, and `NAME-kv-FORMAT` the layers of a recipe as well. `NAME+METHOD`, such as `nvfp4+gptq` or
 `int4-g128+r1+r2+gptq`, is a recipe whose PTQ is calibrated on training blocks, and whose QAT starts from these codes
-under held scales. Neither kind is run unless it is named.
+under held scales. Neither kind is run unless it is named. `NAME@RECIPE` has embedding and head under another recipe:
+the PTQ of `gguf-q4_0@gguf-q8_0` is what llama.cpp's own quantiser writes as Q4_0 of a model whose width is no multiple
+of 256, block for block; others get Q6_K there.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ RECIPES = (
     "int4-g128", "nvfp4", "vllm-w4a16-g128", "mxfp4", "int4-g32", "gguf-q4_0", "int8-int4", "vllm-w4a16-g32",
     "vllm-nvfp4", "vllm-mxfp4", "nvfp4-4over6", "mxfp4-h32", "fp8", "mxfp8", "vllm-fp8", "vllm-int8",
     "nvfp4-weight", "mxfp4-weight", "gridflip", "gridflip-search", "nvfp4-h16", "mxfp4-wush", "nvfp4-wush",
-    "int3-g32", "int2-g32", "quartet2", "fp8-hybrid", "nvfp4-training", "mxfp4-quest", "gguf-q8_0", *MXFP4,
+    "int3-g32", "int2-g32", "quartet2", "fp8-hybrid", "nvfp4-training", "mxfp4-quest", "gguf-q8_0",
+    "gguf-q4_0@gguf-q8_0", *MXFP4,
 )  # fmt: skip
 SERVED = {
     "int4-g128": ("int4-g128",), "int4-g32": ("int4-g32",), "intx4-g32": ("vllm-w4a16-g32", "gguf-q4_0"),
@@ -49,6 +52,10 @@ def row(name: str) -> Row:
     recipe, _, method = name.partition("+")
     if method:
         CalibrateConfig(recipe, method)  # which says what is wrong
+        return Row(name, "", "aoquant", get_recipe(recipe).name)
+    recipe, _, embeddings = name.partition("@")
+    if embeddings:
+        get_recipe(embeddings)
         return Row(name, "", "aoquant", get_recipe(recipe).name)
     kind, _, recipe = name.partition("-")
     if kind == "torchao" and recipe in SERVED:

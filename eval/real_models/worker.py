@@ -101,7 +101,8 @@ class Worker:
         """Make what a row lacks under a seed."""
         row = rows.row(name)
         wanted = missing(self.o, row, seed, read(self.o.csv))
-        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), name.partition("+")[2])
+        method, embeddings = name.partition("+")[2], name.partition("@")[2]
+        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), method, embeddings)
         untrained = [key for key in wanted if key["stage"] != "qat"]
         trained = [key for key in wanted if key["stage"] == "qat"]
         for key in untrained:

@@ -76,6 +76,28 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
         real.main([*call, "--rows", "int9"])
 
 
+def test_rows_of_another_recipe_for_the_embeddings(real: Any, tmp_path: Path) -> None:
+    """The PTQ weights are those that llama.cpp's quantiser writes."""
+    gguf = pytest.importorskip("gguf")
+    llama().save_pretrained(tmp_path / "model")
+    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
+    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
+    given += ["--tokens", "256", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    real.main([*map(str, given), "--rows", "gguf-q4_0@gguf-q8_0"])
+    ptq, qat = lines(tmp_path / "r.csv")[1:]
+    assert qat["equal"] == "True" and not ptq["error"] and 5 < float(ptq["bits"]) < 8.5
+    students, rows = (importlib.import_module(name) for name in ("experiments.students", "real_models.rows"))
+    model, row = llama(), rows.row("gguf-q4_0@gguf-q8_0")
+    made = students.Student(row, model, torch.zeros(1, 1), embeddings="gguf-q8_0").ptq()
+    for name, kind in (("model.embed_tokens", "Q8_0"), ("model.layers.0.mlp.up_proj", "Q4_0")):
+        kind, weight = gguf.GGMLQuantizationType[kind], model.get_submodule(name).weight.detach().float().numpy()
+        wanted = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+        found = made.get_submodule(name).weight.dequantize()
+        assert torch.equal(found, torch.from_numpy(wanted).to(found.dtype)), name
+    with pytest.raises(ValueError, match="no recipe"):
+        rows.row("gguf-q4_0@int9")
+
+
 def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:
     """PTQ is better than the nearest codes, and QAT starts from there."""
     llama().save_pretrained(tmp_path / "model")
