@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N benchmarks/scaling.py        # collectives, appended to results/communication.csv
     torchrun --nproc-per-node N benchmarks/model.py train    # steps of N = 1, 2, ... GPUs, in results/model_fsdp2.csv
-    python benchmarks/scaling.py --page                      # docs/evidence/results.md, between marks, from both files
+    python benchmarks/publish.py                             # both files in docs/evidence/results.md
 
 A step on P GPUs is projected as T(P) = max(T(1) + e C(P), C(P)). T(1) is the measured step of one GPU. C(P) is the time
 of all messages of a step: two gathers of every layer's weights in forward and backward, and the scattered sum of its
@@ -14,7 +14,6 @@ with P; each GPU has as many tokens as here. What is left out is said below the 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 import time
@@ -195,30 +194,13 @@ def cell(row: Mapping[str, str] | None) -> str:
     return f"{total:,.0f}" + (f", {float(row['peak_MiB']) / 1024:.1f}" if row["peak_MiB"] else "")
 
 
-def read(file: Path) -> Rows:
-    if not file.exists():
-        return []
-    with file.open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write docs/evidence/results.md's section")
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=16, help="of the steps that --page reads")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS)
     o = parser.parse_args()
-    if o.page:
-        steps, communication = read(o.out / "model_fsdp2.csv"), read(o.out / "communication.csv")
-        content = page(steps, communication, o.hidden, o.layers)
-        sys.path.insert(0, str(ROOT / "eval"))
-        import pages
-
-        pages.between(ROOT / "docs" / "evidence" / "results.md", "scaling", content)
-    else:
-        measure(o.hidden, o.repeats, o.out)
+    measure(o.hidden, o.repeats, o.out)
     return 0
 
 

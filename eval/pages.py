@@ -1,5 +1,5 @@
 """Pages with measured numbers, written by the programs that measured them: `experiments/publish.py` the README's,
-`benchmarks/scaling.py` docs/evidence/results.md's.
+`benchmarks/publish.py` those of docs/evidence.
 
 The numbers of NAME stand between `<!-- NAME -->` and `<!-- end of NAME -->`. Its program replaces all of that, so no
 number is typed by hand.

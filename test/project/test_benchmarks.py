@@ -151,13 +151,16 @@ def test_two_ranks_measure_their_collectives(tmp_path: Path) -> None:
     assert all(float(r["GB_per_s"]) > 0 for r in found)
 
 
-def test_the_page_of_results_is_made_of_the_committed_files(module: Any) -> None:
-    moe, scaling = module("moe_page"), module("scaling")
-    steps, links = (scaling.read(scaling.RESULTS / f"{name}.csv") for name in ("model_fsdp2", "communication"))
-    parts = {"moe": moe.page(moe.read(moe.RESULTS / "moe.csv")), "scaling": scaling.page(steps, links, 4096, 16)}
-    text = (ROOT / "docs" / "evidence" / "results.md").read_text(encoding="utf-8")
-    for mark, written in parts.items():
-        assert f"<!-- {mark} -->\n\n{written}\n\n<!-- end of {mark} -->" in text
+def test_the_pages_of_evidence_are_made_of_the_committed_files(module: Any) -> None:
+    """After a new measurement: python benchmarks/publish.py"""
+    publish, old = module("publish"), []
+    for (name, mark), made in publish.TABLES.items():
+        part = f"<!-- {mark} -->\n\n{made()}\n\n<!-- end of {mark} -->"
+        old += [] if part in publish.page(name).read_text(encoding="utf-8") else [(name, mark)]
+    for page, sentence in publish.sentences():
+        words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        old += [] if sentence in words else [(page, sentence)]
+    assert not old
 
 
 def test_a_part_of_a_page_is_replaced_between_its_marks_alone(module: Any, tmp_path: Path) -> None:
