@@ -86,6 +86,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
     for fqn, module in caches.items():
         for name, scale in dict(cached[fqn]).items():  # type: ignore[arg-type]
             module.get_buffer(name).copy_(scale)
+        module.kv_quant.calibrated = True
     for fqn, layer in layers.items():
         for side, scales in found[fqn].by_side.items():
             watched = seen.get(fqn)

@@ -36,7 +36,7 @@ class KVQuant:
 
     converted: True when caches hold bytes. fake_quant: the switch of a prepared module. seen: the largest magnitudes
         of keys, values and queries while `observing`; None at other times. argument: name and place of the cache among
-        the arguments of forward. found: what the last observation saw.
+        the arguments of forward. found: what the last observation saw. calibrated: True once `calibrate` set scales.
     """
 
     fqn: str
@@ -46,6 +46,7 @@ class KVQuant:
     fake_quant: bool = True
     seen: dict[str, Tensor] | None = field(default=None, repr=False)
     found: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    calibrated: bool = False
 
     def scale(self, module: nn.Module, name: str, format: KVFormat) -> Tensor | None:
         """Return the module's static scale called `name`; None for formats without."""
@@ -155,7 +156,7 @@ def _stored(
 
 
 def _refuse_cache(quant: KVQuant, cache: Any, layer_idx: int) -> None:
-    """Raise ValueError for caches of two kinds of attention, and for those that quantise by themselves."""
+    """Raise ValueError for caches of two kinds of attention, that quantise by themselves, or that hold no bytes."""
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else cache
     if hasattr(cache, "cross_attention_cache") or hasattr(layer, "_quantize"):
@@ -163,6 +164,11 @@ def _refuse_cache(quant: KVQuant, cache: Any, layer_idx: int) -> None:
         raise ValueError(
             f"{quant.fqn}: its KV cache is quantised by aoquant, and a {kind} quantises or divides it otherwise: pass a "
             "DynamicCache or a StaticCache, or none"
+        )
+    if quant.converted and type(cache).__name__ == "PagedAttentionCache":
+        raise ValueError(
+            f"{quant.fqn}: it is converted and stores bytes, and the cache of continuous batching holds the model's dtype: call "
+            "generate, or generate_batch on the prepared model, which makes the same tokens"
         )
 
 
@@ -414,6 +420,7 @@ def uncalibrated(modules: Iterable[Any]) -> list[str]:
         m.kv_quant.fqn
         for m in modules
         if isinstance(m.kv_quant.config.scale, str)
+        and not m.kv_quant.calibrated
         and (own := [m._buffers[n] for n in SCALES if n in m._buffers])
         and not any(t.is_meta for t in own)
         and all(bool((t == 1).all()) for t in own)
