@@ -164,14 +164,19 @@ class Job:
         last: list[str] = []
         stopped = False
         assert process.stderr is not None
-        for line in process.stderr:
-            last = [*last[-40:], line]
-            print(f"{time.monotonic() - began:6.1f} s  {line}", end="", flush=True)
-            if stop and not stopped and re.match(r"QAT [^:]*: [1-9]\d* of", line):
-                process.send_signal(signal.SIGINT)
-                stopped = True
-        code = process.wait()
-        late.cancel()
+        try:
+            for line in process.stderr:
+                last = [*last[-40:], line]
+                print(f"{time.monotonic() - began:6.1f} s  {line}", end="", flush=True)
+                if stop and not stopped and re.match(r"QAT [^:]*: [1-9]\d* of", line):
+                    process.send_signal(signal.SIGINT)
+                    stopped = True
+            code = process.wait()
+        finally:
+            late.cancel()
+            if process.poll() is None:  # interrupted: torchrun ends its ranks
+                process.terminate()
+                process.wait()
         if stopped and (self.out / "stages" / "QAT_prepared" / NEWEST).is_file():
             return {}
         if code or stopped:
@@ -235,6 +240,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results" / "large_run.csv")
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     o = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run, too
     o.device = "cuda" if torch.cuda.is_available() and not o.quick else "cpu"
     o.ranks = torch.cuda.device_count() if o.device == "cuda" else 2
     table, failed = Table(o.out, torch.device(o.device)), 0
