@@ -8,6 +8,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.formats import get_kv_format
 from aoquant.formats.kv import KV_NAMES
 from aoquant.kv import hook
+from aoquant.report.measure import sqnr
 
 X = torch.randn(2, 3, 17, 64, generator=torch.Generator().manual_seed(0)).mul(3).bfloat16()
 X[0, 0, 0], X[0, 0, 1, 3], X[1, 1, 2] = 0, 1e4, 1e-7
@@ -106,3 +107,21 @@ def test_a_tokens_bytes_follow_from_its_keys_and_values(name: str) -> None:
         for side, held in enumerate((layer.keys, layer.values)):
             steps = seen[2 * i + side :: 2 * layers]
             assert torch.equal(torch.cat(steps, 2), held[:, :, :12])
+
+
+def test_what_an_engine_computes_in_fp8_beside_the_cache() -> None:
+    """docs/kv-cache.md's numbers: vLLM's Triton attention casts queries, and P times 256, to e4m3 as well."""
+    generator, f = torch.Generator().manual_seed(0), get_kv_format("fp8")
+    q, k, v = ((torch.randn(8, 512, 128, generator=generator) * s).bfloat16() for s in (1.5, 1.5, 1.0))
+    scale, causal = torch.tensor(2.0**-4), torch.ones(512, 512).tril().bool()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: bool = False) -> torch.Tensor:
+        s = (q.double() @ k.double().mT * 128**-0.5).masked_fill(~causal, -1e30)
+        p = (s - s.amax(-1, keepdim=True)).exp()
+        rounded = f.read(f.write(p.float() * 256)[0], None, torch.float32).double() / 256 if casts else p
+        return (rounded @ v.double()) / p.sum(-1, keepdim=True)
+
+    q8, k8, v8 = (f.read(f.write(x, scale)[0], scale, torch.bfloat16) for x in (q, k, v))
+    engine = attend(q8, k8, v8, casts=True)
+    alone, queries_too = (sqnr(engine, attend(x, k8, v8)) for x in (q, q8))
+    assert (round(alone, 1), round(queries_too, 1)) == (27.5, 38.0)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
+from support import kv_models
 from torchao.quantization import FqnToConfig
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import aoquant
 from aoquant import AoquantWarning, KVCacheConfig, PackedWeightConfig, QATConfig, calibrate, quantize_
+from aoquant.kv import hook
 
 IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -174,3 +176,19 @@ def test_caches_that_differ_are_refused(tmp_path: Path) -> None:
         delattr(made.model.layers[1].self_attn, name)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn.*quantise every"):
         aoquant.export(made, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """Norms of queries and keys, and sliding layers, change no name; compressed-tensors' reader finds every scale."""
+    made = kv_models.model(family)
+    quantize_(made, QATConfig("vllm-fp8", kv_cache=KVCacheConfig(query="fp8"), step="prepare"))
+    calibrate(made, [IDS])
+    quantize_(made, QATConfig(step="convert"))
+    aoquant.export(made, tmp_path / "out")
+    _, scales = written(tmp_path / "out")
+    assert {name: float(scale) for name, scale in scales.items()} == {n: float(s) for n, s in hook.scales(made).items()}
+    again = aoquant.load_pretrained(tmp_path / "out")
+    again.set_attn_implementation(made.config._attn_implementation)
+    assert torch.equal(again(IDS).logits, made(IDS).logits)
+    assert all(layer.keys.dtype == torch.uint8 for layer in again(IDS).cache.layers)
