@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens-file", type=Path, required=True)
     parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--tasks-file", type=Path, help="score two tasks of lm-eval too: tasks.py writes it")
     parser.add_argument("--rows", nargs="+", help="these alone, in this order")
     parser.add_argument("--tokens", type=int, default=500_000, help="of a training run; 0: PTQ alone")
     parser.add_argument("--batch", type=int, default=8, help="blocks or sentences of a step")
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     if o.embedding and any("+" in name for name in o.rows or ()):
         parser.error("calibrated PTQ is of language models: an embedding model's blocks are padded")
     o.threads = max(1, (os.cpu_count() or 1) // max(1, o.jobs))
+    worker.widen(o.csv)
     if o.again:
         kept = [line for line in worker.read(o.csv) if not line["error"]]
         o.csv.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from aoquant.kv import hook
 from real_models import rows
 from real_models.causal import CausalLM
 from real_models.embedding import Embedding
+from real_models.tasks import ANSWER, Tasks
 
 KEY = ("row", "stage", "served", "loss", "tokens", "rate", "seed")
 SCORES = (
@@ -38,7 +39,7 @@ SCORES = (
     "one_minus_cosine", "top10", "top1",
 )  # fmt: skip
 COLUMNS = (
-    *KEY, *SCORES, *(f"trained_{name}" for name in SCORES), "equal", "prompts", "prompts_changed", "bits", "first_loss",
+    *KEY, *SCORES, *(f"trained_{name}" for name in SCORES), *ANSWER, "equal", "prompts", "prompts_changed", "bits", "first_loss",
     "last_loss", "seconds_step", "peak_gb", "jobs", "model", "batch", "block", "device", "torch", "transformers",
     "commit", "date", "command", "error",
 )  # fmt: skip
@@ -59,6 +60,19 @@ def read(path: Path) -> list[dict[str, str]]:
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"--csv {path} is of another version, whose scores are not comparable: give a new file")
         return list(reader)
+
+
+def widen(path: Path) -> None:
+    """Give a CSV the columns that its version did not have. They are empty there."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        lines = list(reader)
+    if set(reader.fieldnames or ()) < set(COLUMNS) and {*KEY, *SCORES} <= set(reader.fieldnames or ()):
+        path.unlink()
+        for line in lines:
+            append(path, line)
 
 
 def missing(o: Any, row: Row, seed: int, done: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -96,6 +110,7 @@ class Worker:
             self.task: Any = Embedding(self.float_model, texts, o.batch)
         else:
             self.task = CausalLM(self.float_model, texts, int(bos), o.batch, o.block)
+        self.tasks = Tasks(o.tasks_file) if o.tasks_file else None
 
     def run(self, name: str, seed: int) -> None:
         """Make what a row lacks under a seed."""
@@ -112,8 +127,11 @@ class Worker:
 
     def _untrained(self, row: Row, student: Student) -> dict[str, Any]:
         model = self.float_model if row.kind == "float" else student.ptq()
-        found = self.task.score(model)
+        found = self.task.score(model) | self._answers(model)
         return {**found, "bits": weight_bits(model, self.float_model)}
+
+    def _answers(self, model: Any) -> dict[str, float]:
+        return self.tasks.score(model) if self.tasks else {}
 
     def _trained(self, row: Row, student: Student, keys: list[dict[str, Any]]) -> None:
         found: dict[str, Any] = {}
@@ -163,7 +181,7 @@ class Worker:
             whole.load_state_dict({name: weights[name] for name in whole.state_dict()})
             model = Student(rows.row(key["served"]), whole, student.blocks_BT).ptq()
         served = scores if row.kind == "float" else self.task.score(model)
-        result = {**served, **{f"trained_{name}": value for name, value in scores.items()}}
+        result = {**served, **{f"trained_{name}": value for name, value in scores.items()}, **self._answers(model)}
         result |= {"equal": torch.equal(scores["nats"], served["nats"]), "bits": weight_bits(model, self.float_model)}
         twins = {name for names in rows.SERVED.values() for name in names}
         if row.kind == "torchao" or row.recipe in twins or hook.quantised(model):

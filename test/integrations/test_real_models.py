@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from lm_eval.utils import get_rolling_token_windows
 from safetensors.torch import save_file
 from support.experiments import ROOT
 from support.models import distillation_loss
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from aoquant.integrations import losses
+from aoquant.integrations.text import assets
 
 BOS = 1
 SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -40,9 +44,9 @@ def save_texts(path: Path, **pages: int) -> dict[str, Tensor]:
     return texts
 
 
-def llama() -> Any:
+def llama(vocabulary: int = 256) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=256, tie_word_embeddings=True, initializer_range=0.2, **SIZE)
+    config = LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.2, **SIZE)
     return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -74,6 +78,29 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
     assert lines(tmp_path / "r.csv") == made  # nothing is done twice
     with pytest.raises(ValueError, match="no recipe"):
         real.main([*call, "--rows", "int9"])
+
+
+def test_tasks_of_lm_eval_are_scored_by_its_rule(real: Any, tmp_path: Path) -> None:
+    """A file of prompts as tasks.py writes it; one answer of two stands in what the model writes."""
+    tasks = importlib.import_module("real_models.tasks")
+    tokenizer = assets() / "tokenizer.json"
+    prompts = [torch.arange(5, 17), torch.arange(40, 60)]
+    model = llama(8192)
+    made = [model.generate(p[None], max_new_tokens=8, do_sample=False)[0, len(p) :] for p in prompts]
+    text = Tokenizer.from_file(str(tokenizer)).decode(made[1].tolist())
+    packed = torch.frombuffer(bytearray(lzma.compress(tokenizer.read_bytes())), dtype=torch.uint8)
+    ids = {"ruler_fwe.ids": torch.cat(prompts).int(), "ruler_fwe.lengths": torch.tensor([12, 20])}
+    answers = {"ruler_fwe": [["not there"], [text.upper().strip(), "not there"]]}
+    save_file({"tokenizer": packed, **ids}, tmp_path / "tasks.safetensors", {"answers": json.dumps(answers)})
+    assert tasks.Tasks(tmp_path / "tasks.safetensors").score(model) == {"ruler_fwe": 0.25}
+
+
+def test_a_csv_without_the_newest_columns_goes_on(real: Any, tmp_path: Path) -> None:
+    worker = importlib.import_module("real_models.worker")
+    older = [name for name in worker.COLUMNS if name not in worker.ANSWER]
+    (tmp_path / "r.csv").write_text(",".join(older) + "\n" + "fp8" + "," * (len(older) - 1) + "\n")
+    worker.widen(tmp_path / "r.csv")
+    assert [line["row"] for line in worker.read(tmp_path / "r.csv")] == ["fp8"]
 
 
 def test_rows_of_another_recipe_for_the_embeddings(real: Any, tmp_path: Path) -> None:
