@@ -90,7 +90,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     o = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(str(o.model), trust_remote_code=False)
-    packed = lzma.compress((o.model / "tokenizer.json").read_bytes())
+    content = json.loads((o.model / "tokenizer.json").read_text(encoding="utf-8"))
+    if "merges" in content["model"]:
+        content["model"]["merges"] = []  # it decodes alone
+    packed = lzma.compress(json.dumps(content).encode())
     tensors = {"tokenizer": torch.frombuffer(bytearray(packed), dtype=torch.uint8)}
     answers = {}
     for name, found in documents(tokenizer, o.documents).items():
