@@ -342,6 +342,44 @@ def experts() -> str:
     return f"{wrapped(words)}\n\n{table(heads, lines)}"
 
 
+def exact_cells() -> dict[str, dict[str, list[str]]]:
+    """Return {config: {"routed", "reference", "torchao": cells of all shapes and M, "kernel": kernels}}."""
+    found = dict[str, dict[str, list[str]]]()
+    config = ""
+    for line in (RESULTS / "exactness_h200.txt").read_text("utf-8").splitlines():
+        at = re.match(r"(.{27}) (.{14}) (routed|reference|torchao) +(.+)", line)
+        if at:
+            config = at[1].strip() or config
+            cells, of = at[4].split(), found.setdefault(config, defaultdict(list))
+            of[at[3]] += cells[:5]
+            of["kernel"] += cells[5:]
+    return found
+
+
+def decibels(cells: Sequence[str]) -> list[float]:
+    """Return the numbers among the cells."""
+    return [float(cell) for cell in cells if cell[0].isdigit()]
+
+
+def exactness() -> str:
+    """Return prepared against converted for each config of torchao's, on the kernels that deploy."""
+    lines = []
+    for config, of in exact_cells().items():
+        if not of["torchao"]:
+            continue
+        assert set(of["routed"]) <= {"=", "raises"}, config
+        routed = "equal, every M and shape" if set(of["routed"]) == {"="} else "equal, where torchao's layer runs"
+        plain, theirs = decibels(of["reference"]), decibels(of["torchao"])
+        span = f"{min(theirs):.1f} to {max(theirs):.1f} dB" if theirs else ""
+        lines.append((
+            config, " ".join(f"`{kernel}`" for kernel in dict.fromkeys(of["kernel"])), routed,
+            f"{min(plain):.1f} dB or more" if plain else "equal",
+            span or ("refused" if "refused" in of["torchao"] else "equal"),
+        ))  # fmt: skip
+    heads = ("config", "kernel", "prepared against converted", "the same in plain PyTorch", "torchao's prepare")
+    return table(heads, lines)
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("results", "training step"): training_step,
     ("results", "fsdp2"): fsdp2,
@@ -352,6 +390,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("results", "moe"): experts,
     ("results", "layer step"): layer_step,
     ("results", "packed layers"): packed_layers,
+    ("exactness", "configs"): exactness,
     ("training-speed", "layer step"): layer_host,
     ("training-speed", "idle"): idle_steps,
     ("serving-speed", "host"): host_calls,
@@ -383,7 +422,9 @@ def sentences() -> Sequence[tuple[str, str]]:
               for variant in ("fp8-hybrid", "torchao:fp8") for how in ("eager", "compiled blocks")]  # fmt: skip
     fsdp = [of(sharded, "of_bf16_time", variant="fp8-hybrid", how=how, gpus=gpus)
             for how, gpus in (("eager", "2"), ("eager", "1"), ("compiled blocks", "1"))]  # fmt: skip
+    everywhere = [value for of in exact_cells().values() for value in decibels(of["torchao"])]
     return (
+        ("README.md", f"torchao 0.18's QAT is {min(everywhere):.0f} to {max(everywhere):.0f} dB from its kernels"),
         ("README.md", f"takes {ours[0]} of bf16's time and {ours[1]} of its peak memory in int4; torchao's takes "
                       f"{theirs[0]} and {theirs[1]}"),
         ("docs/evidence/backward-formats.md",
