@@ -1,7 +1,7 @@
 """What NVFP4's outer scale of the activations costs and brings: for the tensor, for each token, calibrated, or none at
 all.
 
-    OMP_NUM_THREADS=1 python benchmarks/outer_scales.py
+    OMP_NUM_THREADS=1 python benchmarks/outer_scales.py      # appends to benchmarks/results/outer_scales.csv
 
 Error of the activations alone on 2^20 values, as SQNR in dB: normal, and with outliers (one channel in 128 thirty times
 as large). Then word perplexity of the embedded model, quantised without training: NVFP4 weights, these activations,
@@ -11,7 +11,13 @@ norm, when other documents stand beside it in the batch.
 
 from __future__ import annotations
 
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
+from beside import Table
 from torch import Tensor, nn
 
 import aoquant
@@ -21,6 +27,7 @@ from aoquant.integrations import job, lm_eval, text
 
 ROWS = ("nvfp4", "nvfp4-row", "nvfp4-static", "nvfp4-none", "fouroversix", "fouroversix-row")
 WINDOW = 256
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def inputs() -> dict[str, Tensor]:
@@ -57,26 +64,36 @@ def moved(model: nn.Module, ids: Tensor) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "outer_scales.csv")
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes: one row, one page")
+    o = parser.parse_args()
     torch.manual_seed(0)
-    data = inputs()
-    print(
-        "| activations | " + " | ".join(f"{kind}, dB" for kind in data) + " | perplexity | logits moved by the batch |"
-    )
-    print("|---|" + "--:|" * (len(data) + 2))
+    data, pages = inputs(), 1 if o.quick else None
     tokenizer, plain = job.load_float(None, "float32", "cpu")
-    pages = text.load_documents(text.assets() / "heldout.jsonl")
-    beside = torch.stack([torch.tensor(tokenizer(page).input_ids[:64]) for page in pages[:4]])
-    train = text.load_documents(text.assets() / "train.jsonl")
+    train, held_out = (text.load_documents(path) for path in text.standard_text())
+    beside = torch.stack([torch.tensor(tokenizer(page).input_ids[:64]) for page in held_out[:4]])
     calibration = torch.stack([torch.tensor(tokenizer(page).input_ids[:WINDOW]) for page in train[:8]])
-    score = lm_eval.evaluate(plain, tokenizer, window=WINDOW, progress=False)
-    print("| float32 |" + " |" * len(data) + f" {score.word_perplexity:.2f} | |", flush=True)
-    for name in ROWS:
-        errors = [f"{sqnr(name, x):.2f}" for x in data.values()]
+    rows = Table(o.out, torch.device("cpu"))
+
+    def add(name: str, model: nn.Module, errors: Sequence[float], shift: float) -> None:
+        score = lm_eval.evaluate(model, tokenizer, window=WINDOW, limit=pages, progress=False)
+        kinds = dict(zip((f"{kind}_dB" for kind in data), errors, strict=True))
+        rows.add(
+            {
+                "activations": name,
+                **kinds,
+                "word_perplexity": score.word_perplexity,
+                "moved": shift,
+                "pages": score.documents,
+            }
+        )
+
+    add("float32", plain, [math.inf] * len(data), 0.0)
+    for name in ROWS[:1] if o.quick else ROWS:
         _, model = job.load_float(None, "float32", "cpu")
         quantised(model, name, calibration)
-        score = lm_eval.evaluate(model, tokenizer, window=WINDOW, progress=False)
-        cells = [name, *errors, f"{score.word_perplexity:.2f}", f"{moved(model, beside):.1e}"]
-        print("| " + " | ".join(cells) + " |", flush=True)
+        add(name, model, [sqnr(name, x) for x in data.values()], moved(model, beside))
 
 
 if __name__ == "__main__":
