@@ -1,4 +1,4 @@
-"""From the files of benchmarks/results to the tables of docs/evidence, between pairs of marks.
+"""From the files of benchmarks/results to the tables of docs, between pairs of marks.
 
     python benchmarks/publish.py      # writes every table below; a test compares the committed pages with the files
 
@@ -298,6 +298,17 @@ def transforms() -> str:
     return table(("", "none", "16", "32", "64", "128"), lines)
 
 
+def outer_scales() -> str:
+    """Return what NVFP4's outer scale of the activations costs and brings; the newest row of each."""
+    newest_of = {row["activations"]: row for row in rows("outer_scales")}
+    lines = []
+    for name, row in newest_of.items():
+        errors = ["" if row[key] == "inf" else f"{float(row[key]):.2f}" for key in ("normal_dB", "outliers_dB")]
+        moved = "" if name == "float32" else f"{float(row['moved']):.2f}".replace("0.00", "0")
+        lines.append((named(name), *errors, f"{float(row['word_perplexity']):.1f}", moved))
+    return table(("activations", "SQNR, normal", "with outliers", "perplexity", "logits moved by the batch"), lines)
+
+
 def encoders() -> str:
     """Return the time of csrc's encoders and Triton's."""
     found, lines = rows("speed_encode", shape="4096x4096"), []
@@ -313,25 +324,40 @@ def encoders() -> str:
     return table(("format", *(f"{by}, {way}" for by in ("csrc", "Triton") for way in known)), lines)
 
 
+MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "gpt-oss-20b", "mixtral": "Mixtral"}
+TOKENS = ("1", "4", "16", "64", "4096")
+
+
+def expert_row(**wanted: str) -> Mapping[str, str]:
+    """Return the newest measured row of experts.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if (row := newest(rows("moe"), **wanted)) is None:
+        raise ValueError(f"results/moe.csv has no measured row with {wanted}: run benchmarks/moe.py")
+    return row
+
+
+def trained_experts(shape: str, variant: str) -> Mapping[str, str]:
+    """Return the training step of a block."""
+    return expert_row(variant=variant, shape=shape, part="train", what="block", tokens="8192")
+
+
+def packed_experts(shape: str, variant: str, tokens: str) -> Mapping[str, str]:
+    """Return the two products of packed experts."""
+    return expert_row(variant=variant, shape=shape, part="decode", what="products", tokens=tokens)
+
+
 def experts() -> str:
-    """Return the table of experts: the newest row of each cell, with the days of all."""
-    found, used = rows("moe"), list[Mapping[str, str]]()
-
-    def cell(column: str, **wanted: str) -> str:
-        row = newest(found, variant="int4-g32", **wanted)
-        if row is None:
-            raise ValueError(f"results/moe.csv has no measured row with {wanted}: run benchmarks/moe.py")
-        used.append(row)
-        return ratio(row[column])
-
-    shapes = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "gpt-oss-20b", "mixtral": "Mixtral"}
-    tokens = ("1", "16", "64", "4096")
-    lines = [
-        (name, cell("of_bf16_time", shape=shape, part="train", what="block", tokens="8192"),
-         *(cell("speed", shape=shape, part="decode", what="products", tokens=n) for n in tokens))
-        for shape, name in shapes.items()
-    ]  # fmt: skip
-    heads = ("`int4-g32` experts of", "training step, 8192 tokens, time", "packed, speed: 1 token", *tokens[1:])
+    """Return the table of experts with int4 weights, with the days of all its cells."""
+    used, lines = list[Mapping[str, str]](), []
+    for shape, name in MODELS.items():
+        cells = [packed_experts(shape, "int4-g32", n) for n in TOKENS if n != "4"]
+        step = trained_experts(shape, "int4-g32")
+        lines.append((name, ratio(step["of_bf16_time"]), *(ratio(row["speed"]) for row in cells)))
+        used += [step, *cells]
+    heads = ("`int4-g32` experts of", "training step, 8192 tokens, time", "packed, speed: 1 token", "16", "64", "4096")
     devices, dates = (
         ", ".join(sorted({row[key][:length] for row in used})) for key, length in (("gpu", None), ("date", 10))
     )
@@ -340,6 +366,27 @@ def experts() -> str:
         "([rows](../../benchmarks/results/moe.csv), [all tables and what holds them back](../moe.md#all-experts-at-once)):"
     )
     return f"{wrapped(words)}\n\n{table(heads, lines)}"
+
+
+def trained_blocks() -> str:
+    """Return the training step of a block with experts, over bf16's."""
+    variants = ("int4-g32", "mxfp4-weight", "mxfp4", "nvfp4", "fp8", "hf-eager")
+    lines = [
+        (name, *(ratio(trained_experts(shape, variant)["of_bf16_time"]) for variant in variants))
+        for shape, name in MODELS.items()
+    ]
+    return table(("experts of", *map(named, variants[:-1]), "bf16, HF's eager"), lines)
+
+
+def packed_products() -> str:
+    """Return bf16's time over that of packed experts."""
+    lines = [
+        (name if variant == "int4-g32" else "", named(variant),
+         *(ratio(packed_experts(shape, variant, n)["speed"]) for n in TOKENS))
+        for shape, name in MODELS.items()
+        for variant in ("int4-g32", "mxfp4-weight", "nvfp4-weight")
+    ]  # fmt: skip
+    return table(("experts of", "recipe", "1 token", *TOKENS[1:]), lines)
 
 
 def exact_cells() -> dict[str, dict[str, list[str]]]:
@@ -388,6 +435,8 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("results", "scaling"): lambda: scaling.page(rows("model_fsdp2"), rows("communication"), 4096, 16),
     ("results", "conversion"): conversion,
     ("results", "moe"): experts,
+    ("../moe", "training step"): trained_blocks,
+    ("../moe", "packed"): packed_products,
     ("results", "layer step"): layer_step,
     ("results", "packed layers"): packed_layers,
     ("exactness", "configs"): exactness,
@@ -402,6 +451,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("serving-speed", "cpu, amx"): lambda: on_a_cpu("cpu_generate_amx"),
     ("backward-formats", "hybrid step"): hybrid_step,
     ("backward-formats", "gradients"): gradients,
+    ("fp4-and-mx", "outer scales"): outer_scales,
     ("fp4-and-mx", "transforms"): transforms,
     ("cuda-kernels", "encoders"): encoders,
 }  # fmt: skip
