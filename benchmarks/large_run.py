@@ -148,8 +148,8 @@ class Job:
             "--out", str(o.out),
         ]  # fmt: skip
 
-    def run(self, launcher: list[str], stop: bool = False, **environment: str) -> dict[str, Any]:
-        """Run to the end, or to a signal after the first steps of QAT; returns the run's record, {} if it was stopped.
+    def run(self, launcher: list[str], stop: bool = False, **environment: str) -> None:
+        """Run to the end, or to a signal after the first steps of QAT.
 
         Raises:
             ValueError: it failed; with its last lines.
@@ -159,7 +159,7 @@ class Job:
         process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=os.environ | environment, start_new_session=True
         )
-        late = threading.Timer(self.o.limit, os.killpg, (process.pid, signal.SIGKILL))
+        late = threading.Timer(self.o.limit, process.terminate)  # torchrun ends its ranks
         late.start()
         last: list[str] = []
         stopped = False
@@ -174,32 +174,39 @@ class Job:
             code = process.wait()
         finally:
             late.cancel()
-            if process.poll() is None:  # interrupted: torchrun ends its ranks
+            if process.poll() is None:  # this script was interrupted
                 process.terminate()
                 process.wait()
-        if stopped and (self.out / "stages" / "QAT_prepared" / NEWEST).is_file():
-            return {}
-        if code or stopped:
+        saved = (self.out / "stages" / "QAT_prepared" / NEWEST).is_file()
+        if not (saved if stopped else code == 0):
             raise ValueError(f"{self.shape}: exit code {code} after {time.monotonic() - began:.0f} s\n{''.join(last)}")
-        found: dict[str, Any] = json.loads((self.out / "aoquant_run.json").read_text())
-        return found
+
+    def record(self) -> dict[str, Any]:
+        """Return the run's record; of one that did not end, the stages that are done."""
+        found: dict[str, Any] = {}
+        if (path := self.out / "aoquant_run.json").is_file():
+            found = json.loads(path.read_text())
+        files = sorted((self.out / "stages").glob("*.json"), key=lambda file: file.stat().st_mtime)
+        return found or {"stages": [s for s in (json.loads(file.read_text()) for file in files) if "perplexity" in s]}
 
 
 def rows_of(record: dict[str, Any], columns: Row) -> list[Row]:
-    """Return a row for each stage of a finished run."""
-    speed = {stage["name"]: stage["tokens_per_s"] for stage in record["stages"]}
-    verdict = f"prepared == converted: {record['min_sqnr_db']} dB; reloaded: {record['reload']}"
+    """Return a row for each stage."""
     found = [
         columns
         | {"stage": s["name"], "seconds": s["seconds"], "peak_GB": s["peak_bytes"] / 1e9}
         | {"tokens_per_s": s["tokens_per_s"] or "", "of_bf16": "", "note": ""}
         for s in record["stages"]
     ]
-    if speed[TUNED] and speed[PREPARED] and columns["shape"] != "stopped":  # which trained on other GPUs each
-        next(row for row in found if row["stage"] == PREPARED)["of_bf16"] = speed[PREPARED] / speed[TUNED]
-    last = {"stage": "checkpoint and report", "seconds": record["finish_seconds"]}
-    last |= {"peak_GB": record["finish_peak_bytes"] / 1e9, "tokens_per_s": "", "of_bf16": "", "note": verdict}
-    return [*found, columns | last]
+    speed = {row["stage"]: row for row in found if row["tokens_per_s"]}
+    if len(speed) == 2 and columns["shape"] != "stopped":  # which trained on other GPUs each
+        speed[PREPARED]["of_bf16"] = speed[PREPARED]["tokens_per_s"] / speed[TUNED]["tokens_per_s"]
+    if "finish_seconds" in record:
+        verdict = f"prepared == converted: {record['min_sqnr_db']} dB; reloaded: {record['reload']}"
+        last = {"stage": "checkpoint and report", "seconds": record["finish_seconds"]}
+        last |= {"peak_GB": record["finish_peak_bytes"] / 1e9, "tokens_per_s": "", "of_bf16": "", "note": verdict}
+        found.append(columns | last)
+    return found
 
 
 def measure(o: argparse.Namespace, shape: str, table: Table) -> None:
@@ -215,17 +222,19 @@ def measure(o: argparse.Namespace, shape: str, table: Table) -> None:
         columns: Row = {"shape": shape, "layers": layers, "parameters": parameters, "recipe": o.recipe}
         columns |= {"gpus": o.ranks, "batch": job.options.batch_size, "tokens": job.options.block, "steps": o.steps}
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(o.ranks)]
-        if shape == "stopped":
-            job.run(ranks, stop=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="120")
-            found = job.run([sys.executable], CUDA_VISIBLE_DEVICES="0" if o.device == "cuda" else "")
-            columns["gpus"] = f"{o.ranks}, then 1"
-        else:
-            found = job.run(ranks)
-        made = rows_of(found, columns)
-        if alone is not None:
-            made[0]["note"] = f"one GPU would need {alone.needed / 1e9:.0f} GB, by estimate"
-        for row in made:
-            table.add(row)
+        try:
+            if shape == "stopped":
+                columns["gpus"] = f"{o.ranks}, then 1"
+                job.run(ranks, stop=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="120")
+                job.run([sys.executable], CUDA_VISIBLE_DEVICES="0" if o.device == "cuda" else "")
+            else:
+                job.run(ranks)
+        finally:  # a run that fails or takes too long has done some stages
+            made = rows_of(job.record(), columns)
+            if alone is not None and made:
+                made[0]["note"] = f"one GPU would need {alone.needed / 1e9:.0f} GB, by estimate"
+            for row in made:
+                table.add(row)
 
 
 def main() -> int:
