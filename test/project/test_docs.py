@@ -7,17 +7,20 @@ written down here, so that none is switched off unnoticed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 import aoquant
+from aoquant import cli
 from aoquant.ops import backend_names
 from aoquant.recipes import list_recipes
 from aoquant.targets import REASONS, supported
@@ -77,6 +80,43 @@ def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert loaded is not model and torch.equal(loaded(ids).logits, trained[0])
 
 
+def shell_commands(page: Path) -> Iterator[list[str]]:
+    """Return the words of each command in the shell blocks of a page, without lines that only show a command's form."""
+    for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            for parted, words in itertools.groupby(lexer, lambda word: set(word) <= set(";&|")):
+                command = list(words)
+                if not parted and not any(word.startswith("[") or "..." in word for word in command):
+                    yield command
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
+def test_shell_commands_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands of aoquant parse, with recipes and formats that there are; targets of make are in the Makefile."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    monkeypatch.chdir(tmp_path)  # a command that ran would find nothing
+    for words in shell_commands(page):
+        if words[0] == "make":
+            assert {w for w in words[1:] if "=" not in w} <= targets, words
+        if "aoquant" not in words or "install" in words or words[-1] == "aoquant":
+            continue
+        name, *rest = words[words.index("aoquant") + 1 :]
+        if name not in cli.COMMANDS:
+            assert name in ("--help", "--version"), words
+            continue
+        command = cli._command(name, rest)
+        tyro.cli(functools.wraps(command)(lambda *_, **__: None), args=rest, config=(tyro.conf.OmitArgPrefixes,))
+        for at, word in enumerate(rest):
+            if word in ("--recipe", "--embeddings-recipe") and not rest[at + 1].isupper():
+                assert aoquant.get_recipe(rest[at + 1])
+
+
+def test_many_commands_are_looked_at() -> None:
+    assert sum("aoquant" in words for page in READ for words in shell_commands(page)) > 20
+
+
 def test_few_blocks_are_not_run() -> None:
     reasons = [why for page in READ for _, _, why in blocks(page) if why]
     fences = sum(page.read_text(encoding="utf-8").count("```python") for page in READ)
@@ -96,7 +136,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
 
 
-@cache
+@functools.cache
 def written_tests() -> frozenset[str]:
     """Return the names of the test files and of the tests."""
     paths = [*(ROOT / "test").rglob("*.py")]
