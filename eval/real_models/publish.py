@@ -28,6 +28,7 @@ import pages  # noqa: E402
 from aoquant.tools import choosing  # noqa: E402
 from aoquant.tools.markdown import table, wrapped  # noqa: E402
 from real_models import rows  # noqa: E402
+from real_models.tasks import ANSWER  # noqa: E402
 
 Line = dict[str, str]
 TOKENS = "500000"
@@ -165,6 +166,16 @@ def exactness(lines: Sequence[Line]) -> str:
         made.append((kernel, f"`{line['row']}`", f"{trained:.2f}", f"{served:.2f}", drift, changed))
     made.sort(key=lambda row: row[1])
     return table(("served as", "trained as", "as trained", "as served", "drift", "greedy answers that change"), made)
+
+
+def tasks(lines: Sequence[Line]) -> str:
+    """Return the table of lm-eval's tasks; rows that were not scored on them are left out."""
+    scored = [line for line in lines if line.get("ruler_fwe")]
+    named = [("float", only(scored, stage="float"), [])]
+    named += [(f"`{name}`", [untrained], trained) for name, untrained, trained in quantised(scored)]
+    made = [(how, *(cell(of, task) for task in ANSWER for of in (ptq, qat))) for how, ptq, qat in named]
+    heads = ["model", *(head for task in ANSWER for head in (f"`{task}`: PTQ", "QAT"))]
+    return table(heads, made)
 
 
 def embeddings(lines: Sequence[Line]) -> str:

@@ -107,8 +107,13 @@ def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
     if ranks.first:
         for goes_on in ("one rank", "one process"):
             shutil.copytree(folder() / "kept", folder() / goes_on)
-    again = tune(stopped, folder() / "kept")
-    same = all(torch.equal(value, stopped.state_dict()[name]) for name, value in straight.state_dict().items())
+    again, done = tune(stopped, folder() / "kept"), llama("quartet")
+    assert tune(done, folder() / "kept") == again  # read from the file of its last step
+    same = all(
+        torch.equal(value, model.state_dict()[name])
+        for name, value in straight.state_dict().items()
+        for model in (stopped, done)
+    )
     return losses, again, step, same
 
 

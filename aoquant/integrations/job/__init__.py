@@ -116,7 +116,8 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     freeze(float_model, o.freeze)
     text, held_out = blocks, blocks[:0]
     if o.learning_rates or o.stop_at_gap is not None:
-        blocks, held_out = ranks.share(lambda: hold_out(blocks, ranks.size))
+        ranks.share(lambda: len(hold_out(blocks, ranks.size)))  # too little text is one error, and no text is sent
+        blocks, held_out = hold_out(blocks, ranks.size)
     steps = o.steps or PRESETS[o.preset].steps_for(len(blocks), o.batch_size, o.block)
     ranks.share(lambda: check_switch(o.fake_quant_after_n_steps, steps))
 
