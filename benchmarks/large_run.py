@@ -217,7 +217,6 @@ def measure(o: argparse.Namespace, shape: str, table: Table) -> None:
         parameters = write_model(job.model, config_of(shape, layers, o.quick), o.device)
         if o.device == "cuda":
             torch.cuda.empty_cache()
-        alone = estimate(job.options, 1)
         print(f"{shape}: {layers} layers, {parameters:,} parameters in {time.monotonic() - began:.0f} s", flush=True)
         columns: Row = {"shape": shape, "layers": layers, "parameters": parameters, "recipe": o.recipe}
         columns |= {"gpus": o.ranks, "batch": job.options.batch_size, "tokens": job.options.block, "steps": o.steps}
@@ -230,10 +229,7 @@ def measure(o: argparse.Namespace, shape: str, table: Table) -> None:
             else:
                 job.run(ranks)
         finally:  # a run that fails or takes too long has done some stages
-            made = rows_of(job.record(), columns)
-            if alone is not None and made:
-                made[0]["note"] = f"one GPU would need {alone.needed / 1e9:.0f} GB, by estimate"
-            for row in made:
+            for row in rows_of(job.record(), columns):
                 table.add(row)
 
 
