@@ -21,6 +21,7 @@ from aoquant._messages import check_model
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded
+from aoquant.kv import hook
 from aoquant.linear.prepared import QATLayer, QATLinear
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
@@ -42,8 +43,11 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
     check_model(prepared, "prepared")
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
     experts = {name: m for name, m in prepared.named_modules() if isinstance(m, QATExperts)}
-    if not layers and not experts:
+    caches = [{fqn: m.kv_quant.config for fqn, m in hook.quantised(model).items()} for model in (packed, prepared)]
+    if not layers and not experts and not caches[1]:
         raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
+    if caches[0] != caches[1]:
+        raise ValueError("refresh_: the two models quantise their KV caches otherwise: convert a copy of this model")
     targets: dict[str, PackedTensor] = {}
     for name, layer in layers.items():
         recipe, activation = layer.prepared.recipe, deployed_recipe(layer).input_name

@@ -10,7 +10,7 @@ import torch
 from support.kv_models import IDS, SOME_SLOW, model, of, prepared
 from transformers import DynamicCache
 
-from aoquant import QATConfig, calibrate, quantize_
+from aoquant import QATConfig, calibrate, quantize_, refresh_
 from aoquant.kv import hook
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -81,3 +81,23 @@ def test_scales_that_calibration_finds_to_be_one(recwarn: pytest.WarningsRecorde
         scale.fill_(1.0)
     quantize_(made, QATConfig(step="convert"))
     assert not [w for w in recwarn if "KV-cache" in str(w.message)]
+
+
+@pytest.mark.parametrize("base", [None, "vllm-fp8"])
+def test_a_converted_copy_follows_training(base: str | None) -> None:
+    made = model()
+    quantize_(made, QATConfig(base, kv_cache="fp8", step="prepare"))
+    calibrate(made, [IDS])
+    served = copy.deepcopy(made)
+    quantize_(served, QATConfig(step="convert"))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(1.5)
+    calibrate(made, [IDS[:1]])
+    assert not torch.equal(made(IDS).logits, served(IDS).logits)
+    refresh_(served, made)
+    assert all(map(torch.equal, hook.scales(served).values(), hook.scales(made).values()))
+    assert torch.equal(tokens(made, "greedy"), tokens(served, "greedy"))
+    other = prepared(format="q8_0", scale="pow2")
+    with pytest.raises(ValueError, match="quantise their KV caches otherwise"):
+        refresh_(other, made)
