@@ -160,7 +160,9 @@ def walk(model: nn.Module, blocks: list[Block], batches: Sequence[Any], *, twins
         float_calls = list(floats[number][chain[0].fqn]) if twins else []
         calls = captured.pop(chain[0].fqn)
         for block, following in zip(chain, [*chain[1:], None], strict=True):
-            twin = copy.deepcopy(block.module) if twins else None
+            # weights are shared: codes take their place in the block, and never change them
+            shared = {id(p): p for p in block.module.parameters()}
+            twin = copy.deepcopy(block.module, shared) if twins else None
             yield Visit(block, calls, twin, float_calls)
             if following is not None:
                 _advance(calls, block.module, captured[following.fqn])

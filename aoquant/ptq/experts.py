@@ -46,9 +46,8 @@ def in_order(visit: blocks.Visit, module: Any) -> list[str]:
 
 def choose(
     visit: blocks.Visit, fqn: str, module: Any, name: str, config: CalibrateConfig
-) -> tuple[Encoded | None, PTQRow, int]:
-    """Return the codes of a stack, with experts in front, None where all are the nearest; its row; and how many experts
-    see too few tokens.
+) -> tuple[Encoded | None, PTQRow]:
+    """Return the codes of a stack, with experts in front, None where all are the nearest; and its row.
 
     Raises:
         ValueError: naming the stack and its experts: an input holds NaN or Inf, or few tokens are refused.
@@ -56,7 +55,7 @@ def choose(
     recipe = module.stacks[name].recipe
     operand, dtype, stack = recipe.fprop_weight, module.values(name).dtype, f"{fqn}.{name}"
     if operand.format.lossless:
-        return None, PTQRow(stack, operand.name, 0, 0.0, 0.0, 0.0, "its weight is not rounded to codes here"), 0
+        return None, PTQRow(stack, operand.name, 0, 0.0, 0.0, 0.0, "its weight is not rounded to codes here")
     grams, tokens = _grams(visit, fqn, module, name, config)
     k, values_in = module.matrix(name, 0).shape[1], dtype if operand.transform is None else torch.float32
     chooses, clips = "gptq" in config.steps, "clip" in config.steps
@@ -87,13 +86,13 @@ def choose(
             if factor is not None:
                 damping = max(damping, factor.damping)
                 if ahead_KK is not None:
-                    target_NK = gptq.towards_float(target_NK, ahead_KK, factor)
-                weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, factor)))
+                    target_NK = gptq.towards_float(target_NK, gptq.ahead(target_NK, ahead_KK), factor)
+                weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, factor.upper(), factor.order_K)))
             else:
-                (missed,) = gptq.missed(target_NK, h_KK, operand.decode(codes[e], values_in).float())
-                lost += grams[e].rows * missed
-            (missed,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
-            nearest += grams[e].rows * missed
+                (once,) = gptq.missed(target_NK, h_KK, operand.decode(codes[e], values_in).float())
+                lost += grams[e].rows * once
+            (once,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
+            nearest += grams[e].rows * once
         if weights:
             made = gptq.choose_codes([w for _, w in weights], operand.format, values_in)
             for (e, _), best in zip(weights, made, strict=True):
@@ -101,11 +100,12 @@ def choose(
     rows = sum(gram.rows for gram in grams)
     notes = [f"{_counted(few)} of {len(grams)} are rounded to the nearest"] if few else []
     notes += [f"needed damping {damping:g}"] if damping > config.damping else []
-    row = PTQRow(stack, operand.name, rows, lost / max(rows, 1), nearest / max(rows, 1), damping, "; ".join(notes))
+    missed = lost / max(rows, 1), nearest / max(rows, 1)
+    row = PTQRow(stack, operand.name, rows, *missed, damping, "; ".join(notes), len(few))
     if all(e in few for e in shown) or not (chooses or clips):
-        return None, row, len(few)  # the nearest, which convert makes
+        return None, row  # the nearest, which convert makes
     scale, zero, outer = (None if t[0] is None else stacked(t) for t in list(zip(*codes, strict=True))[1:4])
-    return Encoded(stacked([e.codes for e in codes]), scale, zero, outer, codes[0].k), row, len(few)
+    return Encoded(stacked([e.codes for e in codes]), scale, zero, outer, codes[0].k), row
 
 
 def place(fqn: str, module: Any, name: str, codes: Encoded | None, *, packs: bool) -> None:

@@ -26,9 +26,9 @@ from aoquant.formats.columns import Levels, packed, rows
 from aoquant.ops.columns import round_columns
 
 ESCALATION = (1.0, 10.0, 100.0)  # times the damping that was asked for
-TABLE_BYTES = 1 << 28  # of the levels that exist at once
+TABLE_BYTES = 1 << 27  # of the levels that exist at once
 LEAF = 1024  # rows of a matrix that LAPACK or cuSOLVER factorises whole
-STRIP = 1024  # rows that are copied at a time
+STRIP = 512  # rows or columns of a float64 product that exist at a time
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,35 @@ class Factor:
     order_K: Tensor
     damping: float
 
-    @property
-    def upper_KK(self) -> Tensor:
-        """Return U, float32: U^T U is the inverse for the columns in order."""
-        return self.lower_KK.float().flip(0, 1)
+    def upper(self) -> Tensor:
+        """Return U (K, K) float32: U^T U is the inverse for the columns in order."""
+        k = len(self.order_K)
+        upper_KK = self.lower_KK.new_empty(k, k, dtype=torch.float32)
+        for start in range(0, k, STRIP):
+            some = self.lower_KK[start : start + STRIP]
+            upper_KK[k - start - len(some) : k - start] = some.flip(0, 1)
+        return upper_KK
 
-    def solve(self, moved_NK: Tensor) -> Tensor:
-        """Return moved_NK (H + damping)^-1, float64."""
+    def solve_(self, moved_NK: Tensor) -> Tensor:
+        """Write moved_NK (H + damping)^-1 in the place of moved_NK, computed in float64, and return it."""
         backwards = self.order_K.flip(0)
-        return (moved_NK[:, backwards] @ self.lower_KK.mT @ self.lower_KK)[:, backwards.argsort()]
+        forwards = backwards.argsort()
+        for some in moved_NK.split(STRIP):
+            some.copy_((some[:, backwards].double() @ self.lower_KK.mT @ self.lower_KK)[:, forwards])
+        return moved_NK
 
 
 @dataclass(frozen=True)
 class Weight:
     """A weight to round. target_NK: float32, what errors are measured against: the weight that `encoded` encodes, or
-    W*. encoded: its scales stay. gram_KK: H.
+    W*. encoded: its scales stay. gram_KK: H. upper_KK, order_K: of its factor.
     """
 
     target_NK: Tensor
     encoded: Encoded
     gram_KK: Tensor
-    factor: Factor
+    upper_KK: Tensor
+    order_K: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def factor(gram_KK: Tensor, damping: float, act_order: bool) -> Factor:
             into.copy_(gram_KK[some][:, backwards])
         own = h_KK.diagonal()
         own.masked_fill_(own == 0, 1.0).add_(damping * times * mean)
-        if _invert_factor(h_KK) and h_KK.isfinite().all():
+        if _invert_factor(h_KK) and all(some.isfinite().all() for some in h_KK.split(STRIP)):
             return Factor(h_KK, order, damping * times)
         del h_KK
     raise ValueError(
@@ -120,21 +128,33 @@ def _invert_factor(h_KK: Tensor) -> bool:
     a, b, c = h_KK[:m, :m], h_KK[m:, :m], h_KK[m:, m:]
     if not _invert_factor(a):
         return False
-    b.copy_(b @ a.mT)
+    for some in b.split(STRIP):
+        some.copy_(some @ a.mT)
     c.addmm_(b, b.mT, alpha=-1.0)
     if not _invert_factor(c):
         return False
-    b.copy_(c @ (b @ a)).neg_()
+    for some in b.split(STRIP):
+        some.copy_(some @ a)
+    for some in b.split(STRIP, dim=1):
+        some.copy_(c @ some).neg_()
     h_KK[:m, m:] = 0.0
     return True
 
 
-def towards_float(w_NK: Tensor, ahead_KK: Tensor, f: Factor) -> Tensor:
+def ahead(w_NK: Tensor, ahead_KK: Tensor) -> Tensor:
+    """Return W (C - H) (N, K) float32, which `towards_float` needs. ahead_KK: C - H, float32."""
+    moved_NK = w_NK.new_empty(w_NK.shape, dtype=torch.float32)
+    for ahead_KS, into_NS in zip(ahead_KK.split(STRIP, dim=1), moved_NK.split(STRIP, dim=1), strict=True):
+        into_NS.copy_(w_NK.double() @ ahead_KS.double())
+    return moved_NK
+
+
+def towards_float(w_NK: Tensor, moved_NK: Tensor, f: Factor) -> Tensor:
     """Return W* (N, K) float32: the weight that gives the float model's outputs from the quantised model's inputs.
 
-    ahead_KK: C - H, float32.
+    moved_NK: of `ahead`, overwritten.
     """
-    return w_NK + f.solve(w_NK.double() @ ahead_KK.double()).float()
+    return f.solve_(moved_NK).add_(w_NK)
 
 
 def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) -> list[Chosen]:
@@ -148,7 +168,7 @@ def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) 
     found, together = [], max(1, step // n)
     for i in range(0, len(weights), together):
         some = weights[i : i + together]
-        upper_EKK = torch.stack([w.factor.upper_KK for w in some])
+        upper_EKK = torch.stack([w.upper_KK for w in some]) if len(some) > 1 else some[0].upper_KK[None]
         parts = [
             _rounded(some, upper_EKK, slice(first, min(first + step, n)), format, dtype) for first in range(0, n, step)
         ]
@@ -166,7 +186,7 @@ def _rounded(
     """Return (values, codes) of some rows of each weight, (N, K) each."""
     cut = (rows(w.encoded, some.start, some.stop, format.tile_rows) for w in weights)
     levels = Levels.cat([Levels.of(format, e, dtype) for e in cut])
-    orders = [w.factor.order_K for w in weights]
+    orders = [w.order_K for w in weights]
     left_EKN = torch.stack([w.target_NK[some].t()[order] for w, order in zip(weights, orders, strict=True)])
     made = zip(orders, *round_columns(left_EKN, upper_EKK, torch.stack(orders), levels), strict=True)
     found = []

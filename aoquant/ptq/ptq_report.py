@@ -14,7 +14,7 @@ class PTQRow:
 
     tokens: rows of its input that the codes were chosen on. error, nearest: squared error of its output over the
     output's square, of its codes and of rounding to the nearest. damping: what the Gram matrix needed. note: what is
-    unusual, or "".
+    unusual, or "". few: 1 where it saw fewer tokens than it has inputs; of a stack, the experts that saw too few.
     """
 
     layer: str
@@ -24,6 +24,7 @@ class PTQRow:
     nearest: float
     damping: float
     note: str = ""
+    few: int = 0
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ class _Run:
     ) -> None:
         self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
         self.store = store
-        self.stacks, self.few = stacks, dict[str, int]()  # experts with few tokens, by stack
+        self.stacks = stacks
         self.done: resume.Found = {}
 
     def rows(self) -> list[PTQRow]:
@@ -241,14 +241,10 @@ class _Run:
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
-        if self.few:
-            warnings.warn(
-                f"{sum(self.few.values())} experts of {len(self.few)} stack(s), such as {min(self.few)}, saw too few tokens and are rounded "
-                "to the nearest; the report counts them: give more batches, or all_experts=True",
-                AoquantWarning,
-                stacklevel=3,
-            )
-        return [row for _, row in self.done.values()]
+        made = [row for _, row in self.done.values()]
+        for warning in _few_tokens(made, self.layers):
+            warnings.warn(warning, AoquantWarning, stacklevel=3)
+        return made
 
     def _visit(self, visit: blocks.Visit) -> list[PTQRow]:
         """Calibrate one block, group by group, or give it the codes that were found before."""
@@ -289,10 +285,8 @@ class _Run:
         names = experts.in_order(visit, module)
         links.refuse({f"{fqn}.{name}": NOT_REACHED for name in module.stacks if name not in names})
         for name in names:
-            encoded, row, few = experts.choose(visit, fqn, module, name, self.config)
+            encoded, row = experts.choose(visit, fqn, module, name, self.config)
             self._place(row.layer, encoded, row)
-            if few:
-                self.few[row.layer] = few
         if self.step == "prepare":
             module.fake_quant = True
 
@@ -305,49 +299,52 @@ class _Run:
                 note = "its weight is not rounded to codes here"
                 self._place(fqn, None, PTQRow(fqn, operand.name, 0, 0.0, 0.0, 0.0, note))
             return
+        chooses, clips = "gptq" in self.config.steps, "clip" in self.config.steps
+        encoded, moved, notes = dict[str, Tensor](), dict[str, Tensor](), list[str]()
+        for fqn in members:
+            scales = self.layers[fqn].held_scales("weight")
+            matrix = None if scales is None else scales.transform
+            encoded[fqn] = operand.transformed(self.layers[fqn].matrix().detach(), matrix)
         gram = self._gram(visit, members[0], first)
+        tokens = gram.rows
+        # A Gram matrix is as large as the inputs of a block: each is freed when what follows from it is there.
         try:
             h_KK, ahead_KK = gram.mean()
-            chooses, clips = "gptq" in self.config.steps, "clip" in self.config.steps
+            del gram
+            if chooses and ahead_KK is not None:
+                moved = {fqn: gptq.ahead(w_NK, ahead_KK) for fqn, w_NK in encoded.items()}
+            del ahead_KK
             factor = gptq.factor(h_KK, self.config.damping, self.config.act_order) if chooses else None
         except ValueError as error:
             raise ValueError(f"{members[0]}: {error}. The model is unchanged") from None
-        notes = []
-        if factor is not None and factor.damping > self.config.damping:
-            notes.append(f"needed damping {factor.damping:g}")
-        if gram.rows < len(h_KK) and (chooses or clips):
-            notes.append(f"saw {gram.rows} tokens for K = {len(h_KK)}")
-            warnings.warn(
-                f"{members[0]}: {gram.rows} tokens for K = {len(h_KK)} inputs choose its codes: give at least K tokens, better 16 K",
-                AoquantWarning,
-                stacklevel=6,
-            )
+        damping, few = 0.0 if factor is None else factor.damping, tokens < len(h_KK) and (chooses or clips)
+        if damping > self.config.damping:
+            notes.append(f"needed damping {damping:g}")
+        if few:
+            notes.append(f"saw {tokens} tokens for K = {len(h_KK)}")
+        if factor is not None:
+            moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor) for fqn, of_NK in moved.items()}
+            upper_KK, order_K = factor.upper(), factor.order_K
+            del factor
         for fqn in members:
-            layer = self.layers[fqn]
-            scales, dtype = layer.held_scales("weight"), layer.weight.dtype
-            matrix = None if scales is None else scales.transform
-            encoded_NK = operand.transformed(layer.matrix().detach(), matrix)
-            target_NK = encoded_NK.float()
-            values_in = dtype if operand.transform is None else torch.float32
+            layer, target_NK = self.layers[fqn], moved.pop(fqn, encoded[fqn].float())
+            values_in = layer.weight.dtype if operand.transform is None else torch.float32
             e = rounded = layer.encode_weight()
             if clips:
                 try:
-                    e = clip.encode(operand.format, encoded_NK, scales, h_KK)
+                    e = clip.encode(operand.format, encoded[fqn], layer.held_scales("weight"), h_KK)
                 except ValueError as problem:
                     raise ValueError(f"{fqn}: {problem}. Leave out clip. The model is unchanged") from None
             lost = nearest = None
-            if factor is not None:
-                if ahead_KK is not None:
-                    target_NK = gptq.towards_float(target_NK, ahead_KK, factor)
-                weight = gptq.Weight(target_NK, e, h_KK, factor)
+            if chooses:
+                weight = gptq.Weight(target_NK, e, h_KK, upper_KK, order_K)
                 (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
                 e, lost, nearest = chosen.encoded, chosen.error, None if clips else chosen.nearest
             if lost is None:
                 (lost,) = gptq.missed(target_NK, h_KK, operand.decode(e, values_in).float())
             if nearest is None:
                 (nearest,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
-            damping = 0.0 if factor is None else factor.damping
-            row = PTQRow(fqn, operand.name, gram.rows, lost, nearest, damping, "; ".join(notes))
+            row = PTQRow(fqn, operand.name, tokens, lost, nearest, damping, "; ".join(notes), int(few))
             self._place(fqn, None if e is rounded else e, row)
 
     def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> InputGram:
@@ -391,6 +388,19 @@ class _Run:
                 f"{fqn}: {operand_name(layer)}: no {str(layer.weight.dtype).removeprefix('torch.')} weight gives these codes: calibrate "
                 "the model in float32. The model is unchanged"
             )
+
+
+def _few_tokens(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:
+    """Return warnings of linear layers and of experts that saw few tokens, now or before a calibration went on."""
+    found = []
+    if few := [row for row in rows if row.few and row.layer in layers]:
+        found.append(f"{len(few)} layer(s), such as {few[0].layer}, {few[0].note}: give at least K tokens, better 16 K")
+    if few := [row for row in rows if row.few and row.layer not in layers]:
+        found.append(
+            f"{sum(row.few for row in few)} experts of {len(few)} stack(s), such as {few[0].layer}, saw too few tokens and are rounded "
+            "to the nearest; the report counts them: give more batches, or all_experts=True"
+        )
+    return found
 
 
 def operand_name(layer: QATLinear) -> str:

@@ -55,7 +55,8 @@ def test_codes_of_a_gpu_lose_as_little_as_those_of_a_cpu() -> None:
     errors = []
     for device in ("cpu", "cuda"):
         h, there = (x.mT @ x / len(x)).to(device), w.to(device)
-        weight = gptq.Weight(there, f.encode(there), h, gptq.factor(h, 0.01, True))
+        factor = gptq.factor(h, 0.01, True)
+        weight = gptq.Weight(there, f.encode(there), h, factor.upper(), factor.order_K)
         errors.append(gptq.choose_codes([weight], f, torch.float32)[0].error)
     assert errors[1] == pytest.approx(errors[0], rel=0.01)
 

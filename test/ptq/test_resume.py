@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aoquant import CalibrateConfig, PackedWeightConfig, calibrate_ptq
+from aoquant import AoquantWarning, CalibrateConfig, PackedWeightConfig, calibrate_ptq
 from aoquant.linear.tensor import same_bits
 
 
@@ -56,6 +56,14 @@ def test_a_killed_calibration_goes_on_with_the_same_codes(
     assert calibrate_ptq(again, batches(), config, checkpoint=tmp_path) == wanted
     assert len(calls) == 4  # the last block alone was found anew
     assert all(same_bits(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+
+
+def test_a_resumed_calibration_warns_of_few_tokens_too(tmp_path: Path) -> None:
+    few = [torch.randn(40, 64)]
+    for _ in range(2):
+        with pytest.warns(AoquantWarning, match="saw 40 tokens for K = 64") as warned:
+            calibrate_ptq(model(), few, CalibrateConfig("int4-g32"), checkpoint=tmp_path)
+        assert len([w for w in warned if "tokens for K" in str(w.message)]) == 1
 
 
 def test_another_model_config_or_data_is_refused(tmp_path: Path) -> None:
