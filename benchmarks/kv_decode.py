@@ -1,17 +1,19 @@
 """Decode over a quantised KV cache beside transformers' bf16 cache, and the cost of KV fake quantisation in training.
 
-    python benchmarks/kv_decode.py [--formats fp8 ...] [--quick] [--out FILE]
+    python benchmarks/kv_decode.py [--formats fp8 ...] [--parts check attend step train] [--quick] [--out FILE]
 
 Layers have the shape of Llama 3.1 8B (32 query heads, 8 key-value heads, head_dim 128), four of them, in bfloat16 with
 random weights. Caches are filled directly. First the checks: the writer's bytes against the reference on the CPU, the
 kernel's attention against float64, and `generate` of the prepared model against the converted one, by equality. A check
 that fails ends the run. Then, in turns:
 
-    step    one decoding step of the model: `DynamicCache`, eager; ratio is bf16's time over it
-    attend  attention of one layer alone: our kernel, or F.scaled_dot_product_attention in bf16 with grouped queries
+    attend  attention of one layer alone in a CUDA graph: the kernel, or F.scaled_dot_product_attention in bf16 with
+            grouped queries, by flash-attention and by cuDNN
+    step    one decoding step of the model, eager and in a CUDA graph. The bf16 cache has room for the new token too, so
+            that no step copies it, and flash-attention, because cuDNN makes a plan for each new length
     train   forward and backward of the prepared model; ratio is its time over that of the float model
 
-Rows go to benchmarks/results/kv_decode.csv.
+The ratio of attend and step is the fastest bf16 time over the row's. Rows go to benchmarks/results/kv_decode.csv.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import csv
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,9 @@ import torch.nn.functional as F
 from record_golden import versions
 from run import interleaved, percentiles
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from aoquant import KVCacheConfig, QATConfig, quantize_
 from aoquant.formats import get_kv_format
@@ -41,6 +46,8 @@ CELLS = ((1, 4096), (16, 32768))  # batch, tokens in the cache
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
 STEPS = 16  # of decoding, in one timed run
 SCALE = 2.0**-5
+BACKENDS = {"bf16 flash": SDPBackend.FLASH_ATTENTION, "bf16 cudnn": SDPBackend.CUDNN_ATTENTION}
+PARTS = ("check", "attend", "step", "train")
 Row = dict[str, Any]
 
 
@@ -129,15 +136,34 @@ def check_generate(name: str) -> Row:
     return {"part": "generate", "format": name, "equal": True}
 
 
+class Roomy(DynamicLayer):
+    """Cache layer in bf16 that writes tokens into memory with room for more, as a packed cache does."""
+
+    def __init__(self, keys: Tensor, values: Tensor, room: int = 1024) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.memory = [F.pad(t, (0, 0, 0, room)) for t in (keys, values)]
+        self.keys, self.values = (m[:, :, : keys.shape[2]] for m in self.memory)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        used = self.keys.shape[2]
+        end = used + key_states.shape[2]
+        for memory, new in zip(self.memory, (key_states, value_states), strict=True):
+            memory[:, :, used:end] = new
+        self.keys, self.values = (m[:, :, :end] for m in self.memory)
+        return self.keys, self.values
+
+
 def filled(made: LlamaForCausalLM, name: str | None, batch: int, tokens: int) -> Any:
     """Return a cache with random tokens: bf16's, or a converted model's."""
     cache: Any = DynamicCache(config=made.config)
     for i in range(LAYERS):
         k, v = rows_of(batch, tokens), rows_of(batch, tokens)
-        if name is not None:
+        if name is None:
+            cache.layers[i] = Roomy(k, v)
+        else:
             f, scale = get_kv_format(name), scale_of(name)
-            k, v = kv.pack(k, f, scale), kv.pack(v, f, scale)
-        cache.update(k, v, i)
+            cache.update(kv.pack(k, f, scale), kv.pack(v, f, scale), i)
     return cache
 
 
@@ -145,11 +171,25 @@ def stepping(made: LlamaForCausalLM, cache: Any, batch: int) -> Callable[[], Non
     ids = torch.ones(batch, 1, dtype=torch.long, device=CUDA)
 
     def run() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             for _ in range(STEPS):
                 made(ids, past_key_values=cache, use_cache=True)
 
     return run
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of run."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def peak(run: Callable[[], None]) -> int:
@@ -166,27 +206,35 @@ def peak(run: Callable[[], None]) -> int:
 def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> list[Row]:
     """Time decoding steps, with the bytes of the caches and the peak of a step."""
     floats = model()
-    models: dict[str, LlamaForCausalLM] = {"bf16": floats}
+    models: dict[str, LlamaForCausalLM] = {"bf16 flash": floats}
     for name in formats:
         models[name] = model()
         for own, shared in zip(models[name].parameters(), floats.parameters(), strict=True):
             own.data = shared.data
         quantize_(models[name], config_of(name))
-    runs, stored, peaks = {}, {}, {}
+    eager, stored, peaks = {}, {}, {}
     for name, made in models.items():
-        cache = filled(made, None if name == "bf16" else name, batch, tokens)
+        cache = filled(made, None if made is floats else name, batch, tokens)
         stored[name] = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
-        runs[name] = stepping(made, cache, batch)
-        peaks[name] = peak(runs[name])
-    times = interleaved(runs, rounds)
-    base = percentiles(times["bf16"])[1]
+        eager[name] = stepping(made, cache, batch)
+        peaks[name] = peak(eager[name])
     rows = []
-    for name, ts in times.items():
-        p20, p50, p80 = (t / STEPS for t in percentiles(ts))
-        rows.append({"part": "step", "format": name, "batch": batch, "tokens": tokens, "ms_p20": p20, "ms": p50, "ms_p80": p80,
-                     "tokens_per_s": 1e3 * batch / p50, "ratio": base / STEPS / p50, "cache_MiB": stored[name] / 2**20,
-                     "peak_MiB": peaks[name] / 2**20})  # fmt: skip
+    for part, runs in (("step eager", eager), ("step graph", {n: captured(run) for n, run in eager.items()})):
+        for row in timed(part, runs, batch, tokens, rounds):
+            name = row["format"]
+            more = {"cache_MiB": stored[name] / 2**20, "peak_MiB": peaks[name] / 2**20} if part == "step eager" else {}
+            rows.append(row | {"tokens_per_s": 1e3 * batch / row["ms"]} | more)
     return rows
+
+
+def timed(part: str, runs: dict[str, Callable[[], None]], batch: int, tokens: int, rounds: int) -> list[Row]:
+    """Time runs of `STEPS` steps in turns; the fastest bf16 is what ratios compare with."""
+    times = {name: [t / STEPS for t in percentiles(ts)] for name, ts in interleaved(runs, rounds).items()}
+    base = min(p50 for name, (_, p50, _) in times.items() if name.startswith("bf16"))
+    return [
+        {"part": part, "format": name, "batch": batch, "tokens": tokens, "ms_p20": p20, "ms": p50, "ms_p80": p80, "ratio": base / p50}
+        for name, (p20, p50, p80) in times.items()
+    ]  # fmt: skip
 
 
 def measure_attend(formats: list[str], batch: int, tokens: int, rounds: int) -> list[Row]:
@@ -195,12 +243,13 @@ def measure_attend(formats: list[str], batch: int, tokens: int, rounds: int) -> 
     copies = max(1, (200 << 20) // (batch * KV_HEADS * tokens * DIM * 2))  # beyond the L2 cache
     k, v = ([rows_of(batch, tokens) for _ in range(copies)] for _ in range(2))
 
-    def plain() -> None:
-        for i in range(STEPS):
-            F.scaled_dot_product_attention(q, k[i % copies], v[i % copies], enable_gqa=True)
+    def plain(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            for i in range(STEPS):
+                F.scaled_dot_product_attention(q, k[i % copies], v[i % copies], enable_gqa=True)
 
-    runs: dict[str, Callable[[], None]] = {"bf16": plain}
-    moved = {"bf16": 2 * k[0].nbytes}
+    runs: dict[str, Callable[[], None]] = {name: partial(plain, backend) for name, backend in BACKENDS.items()}
+    moved = dict.fromkeys(runs, 2 * k[0].nbytes)
     for name in formats:
         f, scale = get_kv_format(name), scale_of(name)
         parts = [(kv.pack(a, f, scale), kv.pack(b, f, scale)) for a, b in zip(k, v, strict=True)]
@@ -210,14 +259,8 @@ def measure_attend(formats: list[str], batch: int, tokens: int, rounds: int) -> 
                 kv.attend(q, *parts[i % len(parts)], f, f, scale, scale, None, DIM**-0.5)
 
         runs[name], moved[name] = run, 2 * parts[0][0].nbytes
-    times = interleaved(runs, rounds)
-    base = percentiles(times["bf16"])[1]
-    rows = []
-    for name, ts in times.items():
-        p20, p50, p80 = (t / STEPS for t in percentiles(ts))
-        rows.append({"part": "attend", "format": name, "batch": batch, "tokens": tokens, "ms_p20": p20, "ms": p50, "ms_p80": p80,
-                     "ratio": base / STEPS / p50, "GB/s": moved[name] / p50 / 1e6})  # fmt: skip
-    return rows
+    rows = timed("attend", {name: captured(run) for name, run in runs.items()}, batch, tokens, rounds)
+    return [row | {"GB/s": moved[row["format"]] / row["ms"] / 1e6} for row in rows]
 
 
 def measure_training(formats: list[str], rounds: int) -> list[Row]:
@@ -253,6 +296,7 @@ def measure_training(formats: list[str], rounds: int) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results" / "kv_decode.csv")
     args = parser.parse_args()
@@ -269,14 +313,17 @@ def main() -> int:
             print(f"{time.monotonic() - began:5.1f} s  {cells}", flush=True)
         torch.cuda.empty_cache()
 
-    for name in args.formats:
+    for name in args.formats if "check" in args.parts else ():
         take([check_writer(name)])
         take([check_attention(name)])
         take([check_generate(name)])
     for batch, tokens in CELLS:
-        take(measure_attend(args.formats, batch, tokens, rounds))
-        take(measure_steps(args.formats, batch, tokens, rounds))
-    take(measure_training(args.formats, rounds))
+        if "attend" in args.parts:
+            take(measure_attend(args.formats, batch, tokens, rounds))
+        if "step" in args.parts:
+            take(measure_steps(args.formats, batch, tokens, rounds))
+    if "train" in args.parts:
+        take(measure_training(args.formats, rounds))
     columns = list(dict.fromkeys(key for row in rows for key in row))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", newline="") as file:

@@ -164,6 +164,46 @@ def test_attention_over_bytes(d: int, heads: int, group: int, k_name: str, v_nam
         assert ((got.double() - want).abs() <= bound * size + 1e-6).all()
 
 
+@pytest.mark.parametrize("name", ATTENDED)
+def test_tokens_without_meaning(name: str) -> None:
+    """Rows of a static cache that were never written are zeros; masked rows may hold NaN scales, as padding does."""
+    f, scale = get_kv_format(name), scale_of(name)
+    q = torch.randn(1, 8, 1, 128, device=CUDA, dtype=BF16)
+    k, v = (kv.pack(torch.randn(1, 2, 200, 128, device=CUDA, dtype=BF16), f, scale) for _ in "kv")
+    k[:, :, 150:] = v[:, :, 150:] = 0
+    got = kv.attend(q, k, v, f, f, scale, scale, None, 128**-0.5)
+    want, size = exact(q, f.unpack(k, scale, torch.float32), f.unpack(v, scale, torch.float32), None)
+    assert ((got.double() - want).abs() <= 2.0**-7 * size + 1e-6).all()
+    mask = (torch.arange(200, device=CUDA) < 150).view(1, 1, 1, 200)
+    got = kv.attend(q, k, v, f, f, scale, scale, mask, 128**-0.5)
+    if not f.static:
+        k[:, :, 150:, -4:] = v[:, :, 150:, -4:] = 255
+    assert torch.equal(kv.attend(q, k, v, f, f, scale, scale, mask, 128**-0.5), got)
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_large_and_small_magnitudes(name: str) -> None:
+    """Queries, scores and scales of values far from 1 lose nothing in float16; a NaN of a row stays in its head."""
+    f = get_kv_format(name)
+    scale = torch.tensor([2.0**-20], device=CUDA) if f.static else None
+    q = torch.randn(1, 8, 1, 128, device=CUDA, dtype=BF16)
+    q *= torch.tensor([2.0**e for e in (-60, -20, -8, 0, 20, 1, 2, 3)], device=CUDA, dtype=BF16).view(1, 8, 1, 1)
+    k = torch.randn(1, 2, 300, 128, device=CUDA, dtype=BF16) * (2.0**-16 if f.static else 1)
+    v = torch.randn(1, 2, 300, 128, device=CUDA) * torch.linspace(-12, 12, 300, device=CUDA).exp2().view(1, 1, -1, 1)
+    k, v = kv.pack(k, f, scale), kv.pack((v * (2.0**-14 if f.static else 1)).to(BF16), f, scale)
+    got = kv.attend(q, k, v, f, f, scale, scale, None, 128**-0.5)
+    want, size = exact(q, f.unpack(k, scale, torch.float32), f.unpack(v, scale, torch.float32), None)
+    bound = torch.full((8,), 2.0**-7, device=CUDA, dtype=torch.float64)
+    if name == "int4-token-head":  # large scores: the rotated query's roundings weigh more
+        bound[4:] = float("inf")
+    assert ((got.double() - want).abs() <= bound.view(1, 1, 8, 1) * size + 1e-30).all()
+    q[0, 1, 0, 5] = float("nan")
+    bad = kv.attend(q, k, v, f, f, scale, scale, None, 128**-0.5)
+    assert bad[0, 0, 1].isnan().all() and torch.equal(
+        bad[0, 0, [0, 2, 3, 4, 5, 6, 7]], got[0, 0, [0, 2, 3, 4, 5, 6, 7]]
+    )
+
+
 def model(family: str, implementation: str = "sdpa") -> Any:
     torch.manual_seed(0)
     sizes = {
