@@ -166,7 +166,7 @@ def convert(
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
 
-    With --ptq METHOD the model is loaded whole, and calibrated on a file of text.
+    With --ptq METHOD it is calibrated on a file of text, block by block; the same command goes on after a kill.
 
     The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
     aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
@@ -184,7 +184,7 @@ def convert(
         skip: layers to leave in high precision, by NAME.
         skip_incompatible: leave out layers that cannot take their recipe, and list them, instead of stopping.
         max_shard_size: of the files written, such as 5GB or 500MB.
-        device: where layers are quantised.
+        device: where layers are quantised, and blocks are calibrated, one at a time.
         dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
         verify: how many layers to read back and compare, bit for bit.
         ptq: nearest rounds each weight. gptq, awq, smoothquant, clip, r1 and r2, or several joined by +, such as

@@ -1,10 +1,16 @@
-"""Calibrated PTQ from a model folder and a file of text to a converted folder, as `aoquant convert --ptq gptq` does."""
+"""Calibrated PTQ from a model folder and a file of text to a converted folder, as `aoquant convert --ptq gptq` does.
+
+The model is read a block at a time: on a CPU transformers maps the weights from their files, so that they take no
+memory of a process, and each block is on the device while it is calibrated. What stays in memory is the packed model.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,19 +39,24 @@ def convert_calibrated(
     max_shard_size: int | str = "5GB",
     **options: Any,
 ) -> PTQReport:
-    """Load a model folder, calibrate it on a file of text, and write a converted folder.
+    """Calibrate a model folder on a file of text, one block in memory at a time, and write a converted folder.
 
-    samples, length: sequences of tokens that it sees; no longer than the model's positions. options: further arguments
-        of `calibrate_ptq`.
+    The codes of finished blocks are in `out` + ".calibration" until `out` is there; the same call goes on from them.
+
+    samples, length: sequences of tokens that it sees; no longer than the model's positions. device: where a block is
+        calibrated. dtype: another one than the files' is made in host memory, of the whole model. options: further
+        arguments of `calibrate_ptq`.
 
     Raises:
         ValueError: a folder or file cannot be read, `out` holds something, the text fills no sequence, or as
             `calibrate_ptq`. Nothing is written then.
     """
     check_free(Path(out))
-    loaded, tokenizer, batches = calibration(model, text, samples, length, device, dtype)
-    report = calibrate_ptq(loaded, batches, config, **options)
+    loaded, tokenizer, batches = calibration(model, text, samples, length, "cpu", dtype)
+    there, finished = None if torch.device(device).type == "cpu" else device, Path(f"{out}.calibration")
+    report = calibrate_ptq(loaded, batches, config, checkpoint=finished, device=there, **options)
     save_pretrained(loaded, out, tokenizer, max_shard_size=max_shard_size)
+    shutil.rmtree(finished)
     return report
 
 

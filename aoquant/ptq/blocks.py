@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from aoquant.ptq import offload
 from aoquant.report.measure import run
 
 
@@ -27,14 +28,19 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a module in one forward of the model. mask: bool, the tokens that are no padding; or None."""
+    """Arguments of a module in one forward of the model. mask: bool, the tokens that are no padding; or None.
+
+    device: where the module runs, if its input is kept in host memory until then.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     mask: Tensor | None
+    device: torch.device | None = None
 
     def run(self, module: nn.Module) -> Any:
-        return module(*self.args, **self.kwargs)
+        call = self if self.device is None else self._given(self.input.to(self.device))
+        return module(*call.args, **call.kwargs)
 
     @property
     def input(self) -> Any:
@@ -44,6 +50,9 @@ class Call:
     def behind(self, output: Any) -> Call:
         """Return the same call with the output of the block before as its input."""
         y = output if isinstance(output, Tensor) else output[0]
+        return self._given(y if self.device is None else offload.aside(y))
+
+    def _given(self, y: Tensor) -> Call:
         if self.args:
             return replace(self, args=(y, *self.args[1:]))
         name = next(n for n, a in self.kwargs.items() if isinstance(a, Tensor))
@@ -85,7 +94,7 @@ def find(layers: Mapping[str, nn.Module], model: nn.Module) -> list[Block]:
     for fqn, layer in layers.items():
         parts = fqn.split(".")
         paths = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
-        home = next((p for p in paths if _is_list(model.get_submodule(p.rpartition(".")[0]))), fqn)
+        home = next((p for p in paths if offload.is_list(model.get_submodule(p.rpartition(".")[0]))), fqn)
         found.setdefault(home, Block(home, model.get_submodule(home), {})).layers[fqn] = layer
     return list(found.values())
 
@@ -100,10 +109,6 @@ def below_head(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]
         return model
     names = {name for batch in batches if isinstance(batch, Mapping) for name in batch}
     return inner if names <= inspect.signature(inner.forward).parameters.keys() else model
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -> list[Block]:
@@ -148,26 +153,32 @@ def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -
     return order
 
 
-def walk(model: nn.Module, blocks: list[Block], batches: Sequence[Any], *, twins: bool) -> Iterator[Visit]:
+def walk(
+    model: nn.Module, blocks: list[Block], batches: Sequence[Any], *, twins: bool, device: torch.device | None
+) -> Generator[Visit, None, None]:
     """Visit each block; what the caller does to it is seen by the blocks that follow. twins: run the float model
-    beside it.
+    beside it. device: where a block is while it is visited; its inputs are kept in host memory. None: they stay.
     """
     starts = [i for i, b in enumerate(blocks) if not b.chained]
     chains = [blocks[i:j] for i, j in zip(starts, [*starts[1:], len(blocks)], strict=True)]
-    floats = [_captured(model, chain, batches) for chain in chains] if twins else []
+    floats = [_captured(model, chain, batches, device) for chain in chains] if twins else []
     for number, chain in enumerate(chains):
-        captured = floats[0] if floats and number == 0 else _captured(model, chain, batches)
+        captured = floats[0] if floats and number == 0 else _captured(model, chain, batches, device)
         float_calls = list(floats[number][chain[0].fqn]) if twins else []
         calls = captured.pop(chain[0].fqn)
         for block, following in zip(chain, [*chain[1:], None], strict=True):
-            # weights are shared: codes take their place in the block, and never change them
-            shared = {id(p): p for p in block.module.parameters()}
-            twin = copy.deepcopy(block.module, shared) if twins else None
-            yield Visit(block, calls, twin, float_calls)
-            if following is not None:
-                _advance(calls, block.module, captured[following.fqn])
-                if twin is not None:
-                    _advance(float_calls, twin, floats[number][following.fqn])
+            with offload.on_device(block.module, device):
+                # weights are shared: codes take their place in the block, and never change them
+                shared = {id(p): p for p in block.module.parameters()}
+                twin = copy.deepcopy(block.module, shared) if twins else None
+                del shared
+                visit = Visit(block, calls, twin, float_calls)
+                yield visit
+                if following is not None:
+                    _advance(calls, block.module, captured[following.fqn])
+                    if twin is not None:
+                        _advance(float_calls, twin, floats[number][following.fqn])
+                visit.twin = twin = None  # frees the block
 
 
 def _advance(calls: list[Call], module: nn.Module, following: Sequence[Call]) -> None:
@@ -176,17 +187,19 @@ def _advance(calls: list[Call], module: nn.Module, following: Sequence[Call]) ->
         calls[i] = then.behind(calls[i].run(module))
 
 
-def _captured(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) -> dict[str, list[Call]]:
+def _captured(
+    model: nn.Module, chain: Sequence[Block], batches: Sequence[Any], device: torch.device | None
+) -> dict[str, list[Call]]:
     """Return the calls of each block of a chain, of which the first one alone keeps its input.
 
     The blocks are not run where the model's own code does not look at what they return.
     """
     if len(chain) > 1 and all(b.plain and b.once and b.first is not None for b in chain):
         with _passing_on(chain):
-            found = _calls(model, chain, batches[:1])
+            found = _calls(model, chain, batches[:1], device)
             if all(found[b.fqn] and _alike(b.first, found[b.fqn][0]) for b in chain[1:]):
-                return _calls(model, chain, batches)
-    return _calls(model, chain, batches)
+                return _calls(model, chain, batches, device)
+    return _calls(model, chain, batches, device)
 
 
 @contextmanager
@@ -216,14 +229,16 @@ def _alike(a: Call | None, b: Call) -> bool:
     )
 
 
-def _calls(model: nn.Module, chain: Sequence[Block], batches: Sequence[Any]) -> dict[str, list[Call]]:
+def _calls(
+    model: nn.Module, chain: Sequence[Block], batches: Sequence[Any], device: torch.device | None
+) -> dict[str, list[Call]]:
     """Run the model on each batch, up to the last block of a chain, and return the calls of the chain's blocks."""
     found: dict[str, list[Call]] = {b.fqn: [] for b in chain}
 
     def watch(block: Block, mask: Tensor | None) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = Call(args, kwargs, mask)
-            found[block.fqn].append(call if block is chain[0] else call.behind(call.input.new_empty(0)))
+            call = Call(args, kwargs, mask, device)
+            found[block.fqn].append(call.behind(call.input if block is chain[0] else call.input.new_empty(0)))
             if block is chain[-1] and block.once:
                 raise _Enough
 

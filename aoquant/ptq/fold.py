@@ -157,9 +157,9 @@ class _Search:
         weight = self.layers[0].weight
         used, at_K = link.channels_K.unique(return_inverse=True)
         self.count, self.at_K = len(used), at_K.to(weight.device)
-        self.mean_C = self._gathered(inputs.total_K / inputs.tokens, "mean")
+        self.mean_C = self._gathered(inputs.total_K.to(weight.device) / inputs.tokens, "mean")
         assert inputs.largest_K is not None
-        self.largest_C = self._gathered(inputs.largest_K, "amax")
+        self.largest_C = self._gathered(inputs.largest_K.to(weight.device), "amax")
         self.x_MK = torch.cat(inputs.rows)[:ROWS].to(weight.device)
         self.weights = [layer.matrix().detach().float() for layer in self.layers]
         self.wanted = [self.x_MK.float() @ w_NK.t() for w_NK in self.weights]

@@ -41,7 +41,6 @@ class Blocks:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
-        folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, fqn: str) -> Found | None:
         """Return the codes and rows of a block's layers; None where it is not finished.
@@ -77,6 +76,7 @@ class Blocks:
             if t is not None
         }
         notes = {layer: {"k": e and e.k, "row": asdict(row)} for layer, (e, row) in found.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(fqn)
         partial = path.with_suffix(".partial")
         save_file(parts, partial, {"key": self.key, "layers": json.dumps(notes)})

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from aoquant._messages import AoquantWarning, bar, check_model, listed
 from aoquant.calibrate import calibrate, uncalibrated
@@ -33,7 +35,7 @@ from aoquant.planning.plan import plan, plan_layer, prepare_target
 from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
-from aoquant.ptq import blocks, clip, experts, fold, gptq, links, resume, rotate
+from aoquant.ptq import blocks, clip, experts, fold, gptq, links, offload, resume, rotate
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import InputGram, multiplied
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
@@ -59,6 +61,7 @@ def calibrate_ptq(
     filter_fn: Filter | None = None,
     skip_incompatible: bool = False,
     checkpoint: str | Path | None = None,
+    device: torch.device | str | None = None,
 ) -> PTQReport:
     """Quantise the linear layers of `model` in place, with codes that are chosen on calibration data.
 
@@ -72,6 +75,8 @@ def calibrate_ptq(
         the asymmetric target, and padding counts there.
     checkpoint: a folder that gets the codes of each finished block. The same call with it goes on where an earlier one
         stopped, and makes the same codes.
+    device: where the blocks of the model are while they run, one at a time; the model and the inputs of blocks stay in
+        host memory. So a model may be larger than a GPU. None: everything is where the model is.
     filter_fn, skip_incompatible: as `quantize_` has them. With the latter, layers whose scales cannot be folded are
         quantised without them, and the report says so.
 
@@ -89,6 +94,9 @@ def calibrate_ptq(
     if step not in (None, "prepare"):
         raise ValueError(f"calibrate_ptq: step is None or 'prepare', got {step!r}")
     given, asked = listed_batches(batches), CalibrateConfig.of(config)
+    there = None if device is None else torch.device(device)
+    if there is not None:
+        given = tree_map(lambda t: t.to(there) if isinstance(t, Tensor) else t, given)
     store = None if checkpoint is None else resume.Blocks(Path(checkpoint), resume.key_of(model, given, asked))
     try:
         with (
@@ -96,6 +104,7 @@ def calibrate_ptq(
             rotate.ties_restored(model),
             undisturbed(model),
             blocks.without_cache(model),
+            offload.streamed(model, there),
         ):
             found = links.find(model, given[0]) if asked.folds or asked.rotates else None
             if found is not None and asked.rotates:
@@ -120,7 +129,7 @@ def calibrate_ptq(
                 calibrate(model, given)
             for cache in kv_caches:
                 cache.fake_quant = False
-            rows = _Run(model, layers, stacks, given, asked, step, store).rows()
+            rows = _Run(model, layers, stacks, given, asked, step, store, there).rows()
             for cache in kv_caches:
                 cache.fake_quant, cache.converted = True, step is None
     finally:
@@ -223,9 +232,10 @@ class _Run:
         config: CalibrateConfig,
         step: str | None,
         store: resume.Blocks | None,
+        device: torch.device | None,
     ) -> None:
         self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
-        self.store = store
+        self.store, self.device = store, device
         self.stacks = stacks
         self.done: resume.Found = {}
 
@@ -236,8 +246,9 @@ class _Run:
         found = blocks.ordered(body, found, self.batches)
         reached = {fqn for block in found for fqn in block.layers}
         links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
-        with bar(len(found), self.config.method, "block") as advance:
-            for visit in blocks.walk(body, found, self.batches, twins=self.config.towards_float):
+        walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
+        with closing(walk), bar(len(found), self.config.method, "block") as advance:
+            for visit in walk:
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
@@ -277,6 +288,7 @@ class _Run:
         made = {fqn: found for fqn, found in self.done.items() if fqn not in earlier}
         if self.store is not None:
             self.store.write(visit.block.fqn, made)
+        self.done |= {fqn: (None, row) for fqn, (_, row) in made.items()}  # codes are in the layers
         return [row for _, row in made.values()]
 
     def _experts(self, visit: blocks.Visit, fqn: str) -> None:

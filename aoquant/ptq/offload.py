@@ -1,0 +1,115 @@
+"""A model that is larger than a GPU: its blocks are on the GPU one at a time, while they run.
+
+A unit is an outermost child of a list of modules, such as a decoder layer, or any other module with tensors of its own.
+Copies of a unit's tensors take their place while it runs or is calibrated, and go when it is done. So float weights
+never move, and weights that transformers has mapped from a file stay mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_list(module: nn.Module) -> bool:
+    """Return whether the children of a module are blocks."""
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def elsewhere(t: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is not on a device."""
+    return t.device.type != device.type or device.index not in (None, t.device.index)
+
+
+def aside(x: Tensor) -> Tensor:
+    """Return a copy of a block's input in host memory, pinned where it comes from a GPU."""
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
+
+
+@contextmanager
+def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Have the tensors of a module on a device inside. None: leave them where they are.
+
+    What takes the place of a tensor inside, such as a packed weight, is moved to where that tensor was.
+    """
+    leave = _enter(module, device)
+    try:
+        yield
+    finally:
+        leave()
+
+
+@contextmanager
+def streamed(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Let each unit of a model be on a device while it runs, inside. None: leave them where they are."""
+    present, handles = dict[nn.Module, Callable[[], None]](), list[Any]()
+
+    def before(unit: nn.Module, _: Any) -> None:
+        if unit not in present:
+            present[unit] = _enter(unit, device)
+
+    def after(unit: nn.Module, *_: Any) -> None:
+        present.pop(unit, _nothing)()
+
+    for unit in _units(model) if device is not None else ():
+        handles.append(unit.register_forward_pre_hook(before, prepend=True))
+        handles.append(unit.register_forward_hook(after, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leave in present.values():
+            leave()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for child in module.children() if not own else ():
+        yield from [child] if is_list(module) else _units(child)
+    if own:
+        yield module
+
+
+def _enter(module: nn.Module, device: torch.device | None) -> Callable[[], None]:
+    """Put copies on a device in the place of a module's tensors; return what undoes it."""
+    moved: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+    copies: dict[int, Tensor] = {}  # tensors that modules share stay shared
+    home = next((t.device for _, _, t in _tensors(module)), None)
+    for held, name, t in _tensors(module):
+        if device is not None and elsewhere(t, device):
+            if id(t) not in copies:
+                copies[id(t)] = _copied(t, device)
+            held[name] = copies[id(t)]
+            moved[id(held), name] = t, held[name]
+
+    def leave() -> None:
+        for held, name, now in _tensors(module):
+            before, copy = moved.get((id(held), name), (None, None))
+            if before is not None and now is copy:
+                if not isinstance(before, nn.Parameter):
+                    before.copy_(now)  # calibration writes to buffers
+                held[name] = before
+            elif device is not None and home is not None and elsewhere(now, home):
+                held[name] = _copied(now, home)
+
+    return leave
+
+
+def _tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return (dictionary, name, tensor) of a module's parameters and buffers."""
+    held: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+    return [(d, name, t) for d in held for name, t in d.items() if t is not None]
+
+
+def _copied(t: Tensor, device: torch.device) -> Tensor:
+    copy = t.detach().to(device, copy=True)
+    return nn.Parameter(copy, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else copy

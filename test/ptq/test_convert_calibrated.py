@@ -1,0 +1,83 @@
+"""A model folder is calibrated on a file of text as the model in memory is, after a kill too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.export_cases import byte_level
+from support.models import llama
+
+from aoquant import CalibrateConfig, calibrate_ptq
+from aoquant.integrations.calibrated import calibration, convert_calibrated
+from aoquant.integrations.hf import load_pretrained, save_pretrained
+from aoquant.linear.tensor import same_bits
+from aoquant.ptq import gptq
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tokens for K")
+HOW: dict[str, Any] = {"samples": 6, "length": 48, "dtype": "auto"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = byte_level()
+    torch.manual_seed(0)
+    llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = (json.dumps({"text": " ".join(f"{i * j} sheep" for j in range(40))}) for i in range(9))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_folder_is_that_of_the_model_in_memory_and_a_kill_loses_no_block(folder: Path, monkeypatch: Any) -> None:
+    model, text, config = folder / "model", folder / "text.jsonl", CalibrateConfig("int4-g32")
+    whole, tokenizer, batches = calibration(model, text, 6, 48, "cpu", "auto")
+    wanted = calibrate_ptq(whole, batches, config)
+    save_pretrained(whole, folder / "wanted", tokenizer)
+
+    factor, calls = gptq.factor, list[int]()
+
+    def stops(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:  # in the second block
+            raise KeyboardInterrupt
+        return factor(*arguments)
+
+    monkeypatch.setattr(gptq, "factor", stops)
+    out = folder / "out"
+    with pytest.raises(KeyboardInterrupt):
+        convert_calibrated(model, config, out, text, **HOW)
+    assert not out.exists() and len(list((folder / "out.calibration").iterdir())) == 1
+    assert convert_calibrated(model, config, out, text, **HOW) == wanted
+    assert len(calls) == 6 + 4
+    assert files(out) == files(folder / "wanted")
+    assert {p.name for p in folder.iterdir()} == {"model", "text.jsonl", "wanted", "out"}
+    loaded = dict(load_pretrained(out).named_parameters())
+    packed = [(n, p) for n, p in whole.named_parameters() if hasattr(p, "__tensor_flatten__")]
+    assert len(packed) == 14 and all(same_bits(p, loaded[n]) for n, p in packed)
+
+
+def test_what_is_refused_leaves_nothing(folder: Path) -> None:
+    given = folder / "model", CalibrateConfig("int4-g32"), folder / "out", folder / "text.jsonl"
+    with pytest.raises(ValueError, match="samples must be at least 1"):
+        convert_calibrated(*given, **HOW | {"samples": 0})
+    assert {p.name for p in folder.iterdir()} == {"model", "text.jsonl"}
+
+
+def test_weights_stay_in_their_files(folder: Path) -> None:
+    """On Linux, weights that transformers loads as they are stored are mapped: no memory of the process holds them."""
+    model, _, _ = calibration(folder / "model", folder / "text.jsonl", 6, 48, "cpu", "auto")
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    mapped = [line.split()[0].split("-") for line in maps.read_text().splitlines() if str(folder) in line]
+    ranges = [(int(a, 16), int(b, 16)) for a, b in mapped]
+    for _, p in model.named_parameters():
+        assert any(a <= p.data_ptr() < b for a, b in ranges)
