@@ -127,3 +127,18 @@ def test_products_of_a_training_step_are_counted(recipe: str) -> None:
     with FlopCounterMode(display=False) as seen:
         model(x).sum().backward()
     assert seen.get_total_flops() == 3 * (2 * 96 * 64 * 32)
+
+
+def test_a_weight_is_an_inference_tensor_where_its_codes_are() -> None:
+    """torch refuses to save an inference tensor for backward, and refuses a view that is ordinary."""
+    ordinary, x = nn.Linear(64, 32).bfloat16(), torch.randn(3, 64, dtype=torch.bfloat16)
+    quantize_(nn.Sequential(ordinary), "int4-g32")
+    with torch.inference_mode():
+        inside = nn.Linear(64, 32).bfloat16()
+        quantize_(nn.Sequential(inside), "int4-g32")
+        for layer, infers in ((ordinary, False), (inside, True)):
+            w = layer.weight.data
+            moved = (w, w.detach(), w[:16], w.to(torch.float16))
+            assert [part.is_inference() for part in moved] == [infers] * 4
+            assert [part.qdata.is_inference() for part in moved] == [infers] * 4
+    assert ordinary(x).shape == (3, 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +246,18 @@ def test_torchtitans_loop_is_not_converted_and_a_quantised_backward_draws() -> N
     assert torch.count_nonzero(grads[0][1]) == 0  # an expert without rows
 
 
-def test_what_a_stack_cannot_answer_is_an_error_that_names_it() -> None:
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("einsum", lambda x, w: torch.einsum("tk,enk->ten", x, w)),
+        # as if (E, N, K) were (E, K, N), which shapes do not show here
+        ("bmm", lambda x, w: torch.bmm(x.expand(2, 3, 32), w)),
+        ("matmul", lambda x, w: torch.matmul(x, w[0])),
+        ("linear", lambda x, w: F.linear(x, w[0].t())),
+        ("_grouped_mm", lambda x, w: torch._grouped_mm(x, w, offs=torch.tensor([1, 3], dtype=torch.int32))),
+    ],
+)
+def test_what_a_stack_cannot_answer_is_an_error_that_names_it(name: str, read: Callable[..., Tensor]) -> None:
     class GroupedExperts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,11 +265,11 @@ def test_what_a_stack_cannot_answer_is_an_error_that_names_it() -> None:
                 self.register_parameter(name, nn.Parameter(torch.randn(2, 32, 32)))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("tk,enk->ten", x, self.w1)
+            return read(x, self.w1)
 
     model = Holder(GroupedExperts())
     quantize_(model, QATConfig(Int4WeightConfig(32)))
-    with pytest.raises(ValueError, match=r"experts.w1: its class reads it by einsum, and prepared experts"):
+    with pytest.raises(ValueError, match=rf"experts.w1: its class reads it by {name}, and prepared experts"):
         model(torch.randn(3, 32))
     assert "w1" not in vars(model.experts)  # the parameter is back
 

@@ -115,7 +115,9 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/hqq.py": ("ops/test_int4_layouts.py",),
     "formats/tinygemm.py": ("ops/test_int4_layouts.py", "formats/test_held_scales.py"),
     "formats/mslk.py": ("formats/test_engines.py", "ops/test_mslk_adapter.py", "ops/test_int4_layouts.py"),
-    "formats/int4.py": ("formats/test_integer.py", "formats/test_int4_golden.py", "ops/test_int4_layouts.py"),
+    "formats/int4.py": (
+        "formats/test_integer.py", "formats/test_int4_golden.py", "ops/test_int4_layouts.py", "model/test_unpack.py",
+    ),
     "formats/ggml.py": ("formats/test_engines.py", "ops/test_ggml.py", "formats/test_formats.py"),
     "formats/vllm.py": ("formats/test_engines.py", "formats/test_formats.py"),
     "formats/te_float8.py": ("formats/test_te_float8.py", "formats/test_formats.py"),
@@ -189,6 +191,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "linear/test_transformed_layers.py", "linear/test_quantized_backward.py", "hybrid/test_delayed_scaling.py",
         *_of("linear/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
              "a_step_encodes_each_side_once", "a_side_that_no_gemm_reads_is_not_encoded"),
+        *_of("linear/test_fixed_weights.py", "each_side_of_a_weight_is_encoded_once"),
     ),
     "linear/fixed_weights.py": _of(
         "linear/test_fixed_weights.py", "a_weight_or_scale_that_changes_is_refused_by_name",
@@ -229,6 +232,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "linear/tensor.py": (
         "model/test_packed_linear.py",
         *_of("linear/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
+        *_of("linear/test_packed_moves.py", "a_weight_is_an_inference_tensor_where_its_codes_are"),
     ),
     "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "linear/test_fake_quantize_configs.py"),
     "targets/kernels.py": ("targets/test_kernels_here.py",),
