@@ -73,7 +73,7 @@ def named(variant: str) -> str:
 
 def training_step() -> str:
     """Return time and memory of a model's training step."""
-    found = rows("model_train")
+    found = rows("model_train", hidden="4096")
     lines = []
     for variant in ("int4-g128", "nvfp4", "fp8", "fp8-hybrid", "torchao:int4", "torchao:fp8"):
         eager, compiled = (only(found, variant=variant, how=how) for how in ("eager", "compiled blocks"))
@@ -460,7 +460,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
 
 def sentences() -> Sequence[tuple[str, str]]:
     """Return (page, sentence) of what repeats numbers of a file: it has to stand there, whatever the line breaks."""
-    step, sharded = rows("model_train"), rows("model_fsdp2", layers="16", date="2026-11-23T06")
+    step, sharded = rows("model_train", hidden="4096"), rows("model_fsdp2", layers="16", date="2026-11-23T06")
 
     def of(found: Rows, key: str, **wanted: str) -> str:
         return ratio(only(found, **wanted)[key])
