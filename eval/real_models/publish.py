@@ -217,8 +217,8 @@ def kv_table(about: str, lines: Sequence[Line]) -> list[str]:
     (plain,) = only(lines, stage="float")
     ptq = sorted(only(lines, stage="ptq"), key=lambda line: float(line["wikitext_kl"]))
     alone = [line for line in ptq if line["row"].startswith("kv-")]
-    heads = ("PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted", "greedy answers that change")
-    base = (cell([plain], PERPLEXITY), "", "0.0000", "", "", "")
+    heads = ("rate", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted", "greedy answers that change")
+    base = ("", cell([plain], PERPLEXITY), "", "0.0000", "", "", "")
     found = [("high precision", "16.00", *base)]
     found += [(cache_of(line), f"{float(line['bits']):.2f}", *kv_scores(line, lines)) for line in alone]
     made = [table(("cache", "bits", *heads), found)]
@@ -229,16 +229,17 @@ def kv_table(about: str, lines: Sequence[Line]) -> list[str]:
                 found.append((f"`{line['row'].partition('-kv-')[0]}`", cache_of(line), *kv_scores(line, lines)))
         made.append(table(("layers", "cache", *heads), found))
     trained = only(lines, stage="qat")
-    tokens, rates, seeds = (sorted({line[name] for line in trained}) for name in ("tokens", "rate", "seed"))
+    tokens, seeds = (sorted({line[name] for line in trained}) for name in ("tokens", "seed"))
+    commands = " and ".join(f"`{c}`" for c in dict.fromkeys(line["command"] for line in trained or [plain]))
     device, torch, commit, date = (plain[name] for name in ("device", "torch", "commit", "date"))
     budget = (
-        f"QAT by distillation, {'/'.join(tokens)} tokens, rate {'/'.join(rates)}; ± is the standard deviation over "
+        f"QAT by distillation, {'/'.join(tokens)} tokens, rates that were not searched; ± is the standard deviation over "
         f"{len(seeds)} seeds, which order the text. "
     )
     said = (
         f"{about}. Word perplexity on {pages_of(plain['command'])} of WikiText-2, KL to the float model in nats a token. "
         f"{budget if trained else 'Nothing was trained. '}"
-        f"{device}, PyTorch {torch}, commit {commit}, {date[:10]}, `{(trained or [plain])[-1]['command']}`."
+        f"{device}, PyTorch {torch}, commit {commit}, {date[:10]}, {commands}."
     )
     return [*made, wrapped(said)]
 
@@ -255,7 +256,8 @@ def kv_scores(untrained: Line, lines: Sequence[Line]) -> tuple[str, ...]:
     counted = [line for line in of if line["prompts"]]
     changed = (sum(int(line[name]) for line in counted) for name in ("prompts_changed", "prompts"))
     return (
-        cell([untrained], PERPLEXITY), cell(of, PERPLEXITY), cell([untrained], "wikitext_kl", ".4f"),
+        "/".join(dict.fromkeys(line["rate"] for line in of)), cell([untrained], PERPLEXITY), cell(of, PERPLEXITY),
+        cell([untrained], "wikitext_kl", ".4f"),
         cell(of, "wikitext_kl", ".4f"), ("yes" if all(line["equal"] == "True" for line in of) else "no") if of else "",
         " of ".join(map(str, changed)) if counted else "",
     )  # fmt: skip
