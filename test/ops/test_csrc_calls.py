@@ -18,7 +18,7 @@ from torch import Tensor
 from aoquant import get_format
 from aoquant.formats import as_operand, get_operand
 from aoquant.ops import CodecRequest, native
-from aoquant.ops.codec import cuda, triton, triton_kernels
+from aoquant.ops.codec import cuda, fitted, triton, triton_kernels
 from aoquant.ops.quantized import Ask
 
 
@@ -105,6 +105,16 @@ def test_encoders_call_the_operators_as_they_are_defined(
             alternating,
         )
         assert last["c"] == c and last["known"] == (2.0 if "static" in name else 0.0)
+
+
+def test_a_fitted_transform_reads_rows_that_lie_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Tensor] = []
+    monkeypatch.setattr(native, "operator", lambda name: lambda x, *rest: read.append(x) or x)
+    operand, matrix = as_operand(get_format("wush16+nvfp4")), torch.eye(16).expand(4, 16, 16)
+    columns, shifted = torch.randn(64, 8).t(), torch.randn(8 * 64 + 1)[1:].view(8, 64)
+    for x in (columns, shifted):
+        fitted.transform(operand, x, matrix, False, None)
+        assert torch.equal(read[-1], x) and read[-1].is_contiguous() and read[-1].data_ptr() % 16 == 0
 
 
 def test_what_an_encoder_of_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
