@@ -4,21 +4,18 @@
 
 Codes are exact in float16, so no key or value is rounded after decoding. Each row of Q is multiplied by a power of two
 that makes it fit float16. The maximum is that of S + log s_v, so P <= 1; P is multiplied by 2^15, which keeps 11 bits
-of every P above 2^-29. Sums are float32. A static scale of values multiplies the sum instead of P. int4 is multiplied
-in the rotated space where it is stored, and the result is rotated back:
-
-    Q' = f16(Q D H)      S = (Q' . code - z sum Q') * (softmax scale * s / b)
-
-vLLM 0.33 factors attention in the same way (`triton_unified_attention`, `int4_per_token_head`).
+of every P above 2^-29. Sums are float32. A static scale of values multiplies the sum instead of P. vLLM 0.33 factors
+attention in the same way (`triton_unified_attention`). Keys or values in int4 take `kv_attend4.py` instead.
 
 A program takes one key-value head, the queries that share it, and one part of the tokens. It loads codes as words of 16
-bits, because tensor-core loads transpose 16-bit elements and no smaller ones, and unpacks value i of every word:
-dimensions 2 j + i, or 4 j + i of int4, are one product. `_combine` joins the parts. Their number depends on batch,
-heads and tokens alone.
+bits, because tensor-core loads transpose 16-bit elements and no smaller ones, and unpacks the two bytes of every word:
+even and odd dimensions are one product each. `_combine` joins the parts. Their number depends on batch, heads and
+tokens alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
@@ -29,23 +26,19 @@ from torch import Tensor
 from aoquant.formats.kv import KVFormat, rotation
 
 from .element_codes import bits_float, float_bits
+from .kv_attend4 import attend4
 from .launch import LAUNCHES, Launch
 
 PARTS = 128  # at most
-PER_SM = 4  # programs that run on a multiprocessor at a time
-TOKENS, WARPS, STAGES = 64, 4, 3  # of one step of a program
+SHORT = 1024  # tokens of a multiprocessor, below which one program reads them all
 LOG2E = 1.4426950408889634
 
 
-def _integers(shift: int, mask: int, magic: int, times: int, plus: int) -> tl.constexpr:
-    """Return PTX for (magic ^ (word >> shift & mask)) * times + plus, on two float16 lanes.
-
-    The bits below a float16 of 0x6400 add an integer to 1024, and `plus` takes the 1024 away again.
-    """
+def _int8(shift: int) -> tl.constexpr:
+    """Return PTX that converts the byte at `shift` of each 16-bit word: 0x6480 ^ byte is 1024 + 128 + its value."""
     return tl.constexpr(
-        f"{{.reg .b32 t, c, m, a; mov.b32 c, 0x{magic:04x}{magic:04x}; mov.b32 m, 0x{times:04x}{times:04x}; "
-        f"mov.b32 a, 0x{plus:04x}{plus:04x}; shr.u32 t, $1, {shift}; lop3.b32 t, t, 0x{mask:04x}{mask:04x}, c, 0x6a; "
-        "fma.rn.f16x2 $0, t, m, a;}"
+        f"{{.reg .b32 t, c; mov.b32 c, 0x64806480; shr.u32 t, $1, {shift}; lop3.b32 t, t, 0x00ff00ff, c, 0x6a; "
+        "sub.f16x2 $0, t, c;}"
     )
 
 
@@ -57,9 +50,7 @@ def _e4m3(bytes: int) -> tl.constexpr:
     )
 
 
-INT4_0, INT4_2 = (_integers(shift, 0x000F, 0x6400, 0x3C00, 0xE400) for shift in (0, 8))
-INT4_1, INT4_3 = (_integers(shift, 0x00F0, 0x6400, 0x2C00, 0xD400) for shift in (0, 8))  # 16 times the code, / 16
-INT8_0, INT8_1 = (_integers(shift, 0x00FF, 0x6480, 0x3C00, 0xE480) for shift in (0, 8))  # the sign bit flips: + 128
+INT8_0, INT8_1 = _int8(0), _int8(8)
 E4M3_0, E4M3_1 = _e4m3(0x4420), _e4m3(0x4431)
 E5M2_0, E5M2_1 = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;"), tl.constexpr("and.b32 $0, $1, 0xff00ff00;")
 
@@ -72,23 +63,12 @@ def _unpacked(words, PTX: tl.constexpr):
 @triton.jit
 def _values(words, KIND: tl.constexpr, INDEX: tl.constexpr):
     """Unpack value INDEX of uint16 words: the float16 numbers that codes stand for, without their scale."""
-    if KIND == "int4-token-head":
-        if INDEX < 2:
-            return _unpacked(words, INT4_0 if INDEX == 0 else INT4_1)
-        else:
-            return _unpacked(words, INT4_2 if INDEX == 2 else INT4_3)
-    elif KIND == "int8-token-head":
+    if KIND == "int8-token-head":
         return _unpacked(words, INT8_0 if INDEX == 0 else INT8_1)
     elif KIND == "fp8-e5m2":
         return _unpacked(words, E5M2_0 if INDEX == 0 else E5M2_1)
     else:
         return _unpacked(words, E4M3_0 if INDEX == 0 else E4M3_1)
-
-
-@triton.jit
-def _largest(a, b):
-    """(M,): the largest magnitude of each row of a and b."""
-    return tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
 
 
 @triton.jit
@@ -98,7 +78,7 @@ def _log2(x):
 
 @triton.jit(do_not_specialize=["tokens", "capacity", "mask_batch", "parts"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_ptr, turn_ptr, sums_ptr, tokens, capacity, mask_batch, parts,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_ptr, sums_ptr, tokens, capacity, mask_batch, parts,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr,
     VW: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, SCALE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
@@ -107,13 +87,11 @@ def _attend(
 
     SCALE: of the softmax, times log2(e). M: queries of a program, at least GROUP. KW, VW: bytes of a row. Formats per
     token and head have their scale behind the codes; k_scale_ptr and v_scale_ptr are of static formats. mask_ptr:
-    (batch, 1, 1, tokens) uint8 that allows, or floats that are added; or None. turn_ptr: (D, D) bfloat16, D H.
+    (batch, 1, 1, tokens) uint8 that allows, or floats that are added; or None.
     sums_ptr: float32, (batch * HEADS, parts, GROUP, D) sums and then as many pairs of statistics.
     """
-    KE: tl.constexpr = 4 if K == "int4-token-head" else 2  # values of a word
-    VE: tl.constexpr = 4 if V == "int4-token-head" else 2
-    K_OWN: tl.constexpr = KW > D or KE == 4  # each row has its own scale
-    V_OWN: tl.constexpr = VW > D or VE == 4
+    K_OWN: tl.constexpr = KW > D  # each row has its own scale
+    V_OWN: tl.constexpr = VW > D
     bh, part = tl.program_id(0), tl.program_id(1)
     batch, head = bh // HEADS, bh % HEADS
     share = tl.cdiv(tl.cdiv(tokens, parts), N) * N
@@ -121,59 +99,38 @@ def _attend(
     end = tl.minimum(start + share, tokens)
     first = bh.to(tl.int64) * capacity
 
-    g, kj, vj = tl.arange(0, M), tl.arange(0, D // KE), tl.arange(0, D // VE)
+    g, j = tl.arange(0, M), tl.arange(0, D // 2)
     keep = g < GROUP
-    rows = q_ptr + (bh * GROUP + g)[:, None] * D
-    if KE == 4:
-        d = tl.arange(0, D)
-        q = tl.load(rows + d[None, :], mask=keep[:, None], other=0.0)
-        turn = turn_ptr + d[:, None] * D + 4 * kj[None, :]
-        f0, f1 = tl.dot(q, tl.load(turn)), tl.dot(q, tl.load(turn + 1))
-        f2, f3 = tl.dot(q, tl.load(turn + 2)), tl.dot(q, tl.load(turn + 3))
-        largest = tl.maximum(_largest(f0, f1), _largest(f2, f3))
-    else:
-        f0 = tl.load(rows + 2 * kj[None, :], mask=keep[:, None], other=0.0).to(tl.float32)
-        f1 = tl.load(rows + 2 * kj[None, :] + 1, mask=keep[:, None], other=0.0).to(tl.float32)
-        largest = _largest(f0, f1)
+    rows = q_ptr + (bh * GROUP + g)[:, None] * D + 2 * j[None, :]
+    even = tl.load(rows, mask=keep[:, None], other=0.0).to(tl.float32)
+    odd = tl.load(rows + 1, mask=keep[:, None], other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1))
     exponent = float_bits(largest) >> 23
     # The largest |q| of a row goes to [2^14, 2^15). Rows with Inf or NaN are multiplied by 1, rows of zeros by 2^126.
     exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))
     up, factor = bits_float((268 - exponent) << 23), bits_float((exponent - 14) << 23) * SCALE
-    q0, q1 = (f0 * up[:, None]).to(tl.float16), (f1 * up[:, None]).to(tl.float16)
-    if KE == 4:
-        q2, q3 = (f2 * up[:, None]).to(tl.float16), (f3 * up[:, None]).to(tl.float16)
-        q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), axis=1)
-        factor = factor * (1.0 / D)
-    elif not K_OWN:
+    q0, q1 = (even * up[:, None]).to(tl.float16), (odd * up[:, None]).to(tl.float16)
+    if not K_OWN:
         factor = factor * tl.load(k_scale_ptr + (head if K_PER_HEAD else 0))
 
     top, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    s0, s1 = tl.zeros([M, D // VE], tl.float32), tl.zeros([M, D // VE], tl.float32)
-    if VE == 4:
-        s2, s3 = tl.zeros([M, D // VE], tl.float32), tl.zeros([M, D // VE], tl.float32)
-        zeros = tl.zeros([M], tl.float32)
+    s0, s1 = tl.zeros([M, D // 2], tl.float32), tl.zeros([M, D // 2], tl.float32)
     k_ptr += first * KW
     v_ptr += first * VW
     k_words = k_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
     v_words = v_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
-    k_scales = (k_ptr + D // KE * 2).to(tl.pointer_type(tl.int32), bitcast=True)
-    v_scales = (v_ptr + D // VE * 2).to(tl.pointer_type(tl.int32), bitcast=True)
+    k_scales = (k_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True)
+    v_scales = (v_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True)
     for token in range(start, end, N):
         n = token + tl.arange(0, N)
         allowed = n < end
         # Loads without masks take half the instructions. Behind the end they load the last token again.
         n = tl.minimum(n, end - 1)
-        k = tl.load(k_words + n[:, None] * (KW // 2) + kj[None, :])
-        v = tl.load(v_words + n[:, None] * (VW // 2) + vj[None, :])
+        k = tl.load(k_words + n[:, None] * (KW // 2) + j[None, :])
+        v = tl.load(v_words + n[:, None] * (VW // 2) + j[None, :])
         scores = tl.dot(q1, tl.trans(_values(k, K, 1)), tl.dot(q0, tl.trans(_values(k, K, 0))))
-        if KE == 4:
-            scores = tl.dot(q3, tl.trans(_values(k, K, 3)), tl.dot(q2, tl.trans(_values(k, K, 2)), scores))
         if K_OWN:
-            bits = tl.load(k_scales + n * (KW // 4))
-            if KE == 4:
-                scores -= (bits & 15).to(tl.float32)[None, :] * q_sum[:, None]
-                bits &= -16
-            scores *= bits_float(bits)[None, :]
+            scores *= tl.load(k_scales + n * (KW // 4))[None, :]
         scores *= factor[:, None]
         if mask_ptr is not None:
             given = tl.load(mask_ptr + batch.to(tl.int64) * mask_batch + n)
@@ -182,9 +139,9 @@ def _attend(
             else:
                 scores += (given.to(tl.float32) * 1.4426950408889634)[None, :]
         if V_OWN:
-            v_bits = tl.load(v_scales + n * (VW // 4))
+            scale = tl.load(v_scales + n * (VW // 4))
             # A row that was never written has a scale of 0, and codes of 0.
-            log_scale = _log2(tl.where(allowed & (v_bits != 0), bits_float(v_bits & -16 if VE == 4 else v_bits), 1.0))
+            log_scale = _log2(tl.where(allowed & (scale != 0.0), scale, 1.0))
             scores += log_scale[None, :]
         scores = tl.where(allowed[None, :], scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, axis=1))
@@ -195,24 +152,14 @@ def _attend(
         rounded = p.to(tl.float16)
         s0 = tl.dot(rounded, _values(v, V, 0), s0 * back[:, None])
         s1 = tl.dot(rounded, _values(v, V, 1), s1 * back[:, None])
-        if VE == 4:
-            s2 = tl.dot(rounded, _values(v, V, 2), s2 * back[:, None])
-            s3 = tl.dot(rounded, _values(v, V, 3), s3 * back[:, None])
-            zeros = zeros * back + tl.sum(rounded.to(tl.float32) * (v_bits & 15).to(tl.float32)[None, :], axis=1)
 
     row = (bh * parts + part).to(tl.int64) * GROUP + g
-    to = sums_ptr + row[:, None] * D + VE * vj[None, :]
-    if VE == 4:
-        tl.store(to, s0 - zeros[:, None], mask=keep[:, None])
-        tl.store(to + 1, s1 - zeros[:, None], mask=keep[:, None])
-        tl.store(to + 2, s2 - zeros[:, None], mask=keep[:, None])
-        tl.store(to + 3, s3 - zeros[:, None], mask=keep[:, None])
-    else:
-        if not V_OWN:
-            scale = tl.load(v_scale_ptr + (head if V_PER_HEAD else 0))
-            s0, s1 = s0 * scale, s1 * scale
-        tl.store(to, s0, mask=keep[:, None])
-        tl.store(to + 1, s1, mask=keep[:, None])
+    if not V_OWN:
+        static = tl.load(v_scale_ptr + (head if V_PER_HEAD else 0))
+        s0, s1 = s0 * static, s1 * static
+    to = sums_ptr + row[:, None] * D + 2 * j[None, :]
+    tl.store(to, s0, mask=keep[:, None])
+    tl.store(to + 1, s1, mask=keep[:, None])
     stats = sums_ptr + (tl.num_programs(0) * parts).to(tl.int64) * GROUP * D + row * 2
     tl.store(stats, top, mask=keep)
     tl.store(stats + 1, total, mask=keep)
@@ -263,17 +210,48 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def _int4(k: KVFormat, v: KVFormat) -> bool:
+    return "int4-token-head" in (k.name, v.name)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of a step, warps and pipeline stages of a program, and programs that a multiprocessor runs at a time."""
+
+    tokens: int
+    warps: int
+    stages: int
+    per_sm: int
+
+    @classmethod
+    def of(cls, k: KVFormat, v: KVFormat, d: int, group: int, tokens: int) -> Shape:
+        """Return the fastest shape on an H200, by 4096 tokens of one sequence and 32768 of 16, 8 heads of 128.
+
+        tokens: of all heads, for each multiprocessor.
+        """
+        if _int4(k, v):
+            return cls(64, 4, 3, 4 if d <= 128 else 2)
+        if d > 128 or group > 16:
+            return cls(64, 4, 3, 2)
+        if tokens < SHORT:
+            return cls(128, 4, 2, 1)
+        # One warp needs no barriers, but has to hold the sums of all dimensions in its registers.
+        return cls(64, 4, 3, 4) if k.static and v.static else cls(32, 1, 3, 8)
+
+
 @lru_cache(LAUNCHES)
 def _attention(
-    k: KVFormat, v: KVFormat, shape: torch.Size, heads: int, per_head: tuple[bool, bool], scale: float, parts: int
-) -> tuple[Launch, Launch]:
-    batch, q_heads, _, d = shape
+    k: KVFormat, v: KVFormat, query: torch.Size, heads: int, per_head: tuple[bool, bool], scale: float, shape: Shape,
+    parts: int,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    batch, q_heads, _, d = query
     group = q_heads // heads
+    int4 = _int4(k, v)
     attend = Launch(
-        _attend, (batch * heads, parts), parts=parts, HEADS=heads, GROUP=group, D=d, K=k.name, V=v.name,
-        KW=k.row_bytes(d) + k.scale_bytes, VW=v.row_bytes(d) + v.scale_bytes,
-        K_PER_HEAD=per_head[0], V_PER_HEAD=per_head[1], SCALE=scale * LOG2E, M=max(16, triton.next_power_of_2(group)),
-        N=TOKENS, num_warps=WARPS, num_stages=STAGES,
+        attend4 if int4 else _attend, (batch * heads, parts), parts=parts, HEADS=heads, GROUP=group, D=d, K=k.name,
+        V=v.name, KW=k.row_bytes(d) + k.scale_bytes, VW=v.row_bytes(d) + v.scale_bytes, K_PER_HEAD=per_head[0],
+        V_PER_HEAD=per_head[1], SCALE=scale * LOG2E, M=max(16, triton.next_power_of_2(group)), N=shape.tokens,
+        num_warps=shape.warps, num_stages=shape.stages, **({"maxnreg": 128} if int4 and d <= 128 else {}),
     )  # fmt: skip
     combine = Launch(
         _combine, (batch * q_heads,), parts=parts, GROUP=group, D=d, V4=v.name == "int4-token-head", S=16, MOST=PARTS,
@@ -299,16 +277,18 @@ def attend(
     query = query.contiguous()
     q_heads, d = query.shape[1], query.shape[3]
     device = query.device
-    programs = _processors(device) * (PER_SM if d <= 128 else 2)
-    parts = max(1, min(triton.cdiv(tokens, TOKENS), programs // (batch * heads), PARTS))
+    processors = _processors(device)
+    shape = Shape.of(k, v, d, q_heads // heads, batch * heads * tokens // processors)
+    parts = max(1, min(triton.cdiv(tokens, shape.tokens), processors * shape.per_sm // (batch * heads), PARTS))
     per_head = (k_scale is not None and k_scale.numel() > 1, v_scale is not None and v_scale.numel() > 1)
-    attend, combine = _attention(k, v, query.shape, heads, per_head, scale, parts)
-    turn = _turn(d, device) if "int4-token-head" in (k.name, v.name) else None
+    attend, combine = _attention(k, v, query.shape, heads, per_head, scale, shape, parts)
+    turn = (_turn(d, device),) if _int4(k, v) else ()
     sums = torch.empty(batch * q_heads * parts * (d + 2), dtype=torch.float32, device=device)
     out = torch.empty(batch, 1, q_heads, d, dtype=torch.bfloat16, device=device)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     mask_batch = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
-    attend(query, keys, values, k_scale, v_scale, mask, turn, sums, tokens, keys.stride(1) // width, mask_batch)
-    combine(sums, turn, out)
+    capacity = keys.stride(1) // width
+    attend(query, keys, values, k_scale, v_scale, mask, *turn, sums, tokens, capacity, mask_batch)
+    combine(sums, turn[0] if turn else None, out)
     return out
