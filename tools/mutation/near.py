@@ -214,6 +214,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("linear/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
              "convert_takes_the_scales_as_they_are"),
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
+        "linear/test_fixed_weights.py::test_micro_batches_and_rollouts",
+        "linear/test_quantized_backward.py::test_the_state_is_a_buffer_of_training_alone",
     ),
     "linear/recipe.py": (
         *_of("hybrid/test_delayed_scaling.py", "other_casts_are_refused", "formats_with_other_scales_are_refused"),
