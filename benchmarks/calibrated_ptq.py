@@ -5,10 +5,12 @@
 
 With `--mixed BITS` the formats are candidates of one plan, which `choose_formats` makes on the first 16 blocks.
 
-A method is one of `CalibrateConfig`'s, whose "gptq" has the asymmetric target; "symmetric" is GPTQ as published. A
-format is a weight format, "W" or "W/A" with a format of activations. Each is calibrated on `--samples` blocks of
-`--length` tokens of one file, and scored on `--score-samples` blocks of the other: KL in thousandths of a nat a token,
-its ratio to rounding's, and perplexity. The model is eval/assets, or a folder. A row of CSV goes to `--out`.
+A method is one of `CalibrateConfig`'s, whose "gptq" has the asymmetric target; "symmetric" is GPTQ as published. Where
+their packages are installed, "llm-compressor" is its GPTQ, and "auto-round-N" AutoRound with N steps a block: both with
+the scheme W4A16, whose grid is that of intx4-g128. A format is a weight format, "W" or "W/A" with a format of
+activations. Each is calibrated on `--samples` blocks of `--length` tokens of one file, and scored on `--score-samples`
+blocks of the other: KL in thousandths of a nat a token, its ratio to rounding's, and perplexity. Seconds on a CPU are
+those of the process, which others do not lengthen. The model is eval/assets, or a folder. A row of CSV goes to `--out`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import importlib
 import math
 import sys
 import time
@@ -33,6 +36,7 @@ from aoquant.integrations.text import assets, load_documents, token_blocks
 
 FORMATS = ("int4-g128", "int4-g32", "nvfp4-row", "gridflip-search-row", "mxfp4")
 METHODS = ("nearest", "symmetric", "gptq")
+PEERS = "W4A16"  # scheme of other libraries
 COLUMNS = [
     "date",
     "device",
@@ -73,6 +77,32 @@ class Scored:
 def _config(name: str) -> Any:
     weight, _, activation = name.partition("/")
     return PackedWeightConfig(weight, activation or None)
+
+
+def _calibrated(model: Any, method: str, config: Any, batches: list[dict[str, Tensor]], tokenizer: Any) -> Any:
+    """Return the model, quantised by a method or by another library."""
+    ids_BT = torch.cat([batch["input_ids"] for batch in batches])
+    if method == "nearest":
+        quantize_(model, config)
+    elif method == "llm-compressor":
+        oneshot = importlib.import_module("llmcompressor").oneshot
+        gptq = importlib.import_module("llmcompressor.modifiers.quantization").GPTQModifier
+        rows = {"input_ids": ids_BT.tolist(), "attention_mask": torch.ones_like(ids_BT).tolist()}
+        data = importlib.import_module("datasets").Dataset.from_dict(rows)
+        recipe = gptq(targets="Linear", scheme=PEERS, ignore=["lm_head"])
+        limits = {"max_seq_length": ids_BT.shape[1], "num_calibration_samples": len(ids_BT)}
+        oneshot(model=model, dataset=data, recipe=recipe, **limits)
+    elif method.startswith("auto-round-"):
+        limits = {"iters": int(method.rpartition("-")[2]), "nsamples": len(ids_BT), "seqlen": ids_BT.shape[1]}
+        options = {"scheme": PEERS, "dataset": list(ids_BT.split(1)), "batch_size": len(batches[0]["input_ids"])}
+        device = {"device_map": str(model.device), "enable_torch_compile": model.device.type == "cuda"}
+        made = importlib.import_module("auto_round").AutoRound(model, tokenizer, **limits, **options, **device)
+        model = made.quantize()[0].to(ids_BT.device)
+    else:
+        published = method == "symmetric"
+        asked = CalibrateConfig(config, "gptq" if published else method, asymmetric=not published)
+        aoquant.calibrate_ptq(model, batches, asked)
+    return model
 
 
 def main() -> None:
@@ -117,14 +147,10 @@ def main() -> None:
     for name, config in plans.items():
         base = math.nan
         for method in options.methods:
-            model, start = load(), time.perf_counter()
-            if method == "nearest":
-                quantize_(model, config)
-            else:
-                published = method == "symmetric"
-                asked = CalibrateConfig(config, "gptq" if published else method, asymmetric=not published)
-                aoquant.calibrate_ptq(model, batches, asked)
-            seconds = time.perf_counter() - start
+            clock = time.perf_counter if options.device.startswith("cuda") else time.process_time
+            model, start = load(), clock()
+            model = _calibrated(model, method, config, batches, tokenizer)
+            seconds = clock() - start
             kl, perplexity = scored(model)
             base = kl if method == "nearest" else base
             print(f"| {name} | {method} | {kl:.1f} | {kl / base:.2f} | {perplexity:.2f} | {seconds:.1f} |", flush=True)
