@@ -208,11 +208,11 @@ def kv_caches(root: Path = ROOT) -> str:
     made = []
     for model, about in KV_MODELS.items():
         if (root / "benchmarks" / "results" / f"real_{model}_kv.csv").exists():
-            made += kv_table(about, read(f"real_{model}_kv", root))
+            made += kv_table(about, read(f"real_{model}_kv", root), f"real_{model}_kv.csv")
     return "\n\n".join(made)
 
 
-def kv_table(about: str, lines: Sequence[Line]) -> list[str]:
+def kv_table(about: str, lines: Sequence[Line], file: str) -> list[str]:
     """Return one model's tables, caches alone and with layers, and what was measured. The float model comes first."""
     (plain,) = only(lines, stage="float")
     ptq = sorted(only(lines, stage="ptq"), key=lambda line: float(line["wikitext_kl"]))
@@ -230,16 +230,15 @@ def kv_table(about: str, lines: Sequence[Line]) -> list[str]:
         made.append(table(("layers", "cache", *heads), found))
     trained = only(lines, stage="qat")
     tokens, seeds = (sorted({line[name] for line in trained}) for name in ("tokens", "seed"))
-    commands = " and ".join(f"`{c}`" for c in dict.fromkeys(line["command"] for line in trained or [plain]))
-    device, torch, commit, date = (plain[name] for name in ("device", "torch", "commit", "date"))
+    device, torch, date = (plain[name] for name in ("device", "torch", "date"))
     budget = (
-        f"QAT by distillation, {'/'.join(tokens)} tokens, rates that were not searched; ± is the standard deviation over "
-        f"{len(seeds)} seeds, which order the text. "
+        f"QAT by distillation, {'/'.join(tokens)} tokens, rates that were not searched"
+        f"{f'; ± is the standard deviation over {len(seeds)} seeds, which order the text' * (len(seeds) > 1)}. "
     )
     said = (
         f"{about}. Word perplexity on {pages_of(plain['command'])} of WikiText-2, KL to the float model in nats a token. "
         f"{budget if trained else 'Nothing was trained. '}"
-        f"{device}, PyTorch {torch}, commit {commit}, {date[:10]}, {commands}."
+        f"{device}, PyTorch {torch}, {date[:10]}; each line of [{file}](../benchmarks/results/{file}) has its command and commit."
     )
     return [*made, wrapped(said)]
 

@@ -163,7 +163,7 @@ def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no recipe"):
         real.main([*map(str, given), "--rows", "int9-kv-fp8"])
     publish = importlib.import_module("real_models.publish")
-    alone, with_layers, said = publish.kv_table("A model", lines(tmp_path / "r.csv"))
+    alone, with_layers, said = publish.kv_table("A model", lines(tmp_path / "r.csv"), "r.csv")
     assert "| `fp8`, queries too | 8.00 | 0.001 |" in alone and "`int4-token-head` | 6.00" in alone
     assert "| `vllm-w4a16-g32` | `fp8` | 0.001 |" in with_layers
     assert alone.count("±") == 4 and with_layers.count("±") == 2 and alone.count("| yes | 0 of 2 |") == 2
