@@ -233,7 +233,7 @@ def kv_table(about: str, lines: Sequence[Line], file: str) -> list[str]:
     device, torch, date = (plain[name] for name in ("device", "torch", "date"))
     budget = (
         f"QAT by distillation, {'/'.join(tokens)} tokens, rates that were not searched"
-        f"{f'; ± is the standard deviation over {len(seeds)} seeds, which order the text' * (len(seeds) > 1)}. "
+        f"{f'; ± is the standard deviation over up to {len(seeds)} seeds, which order the text' * (len(seeds) > 1)}. "
     )
     said = (
         f"{about}. Word perplexity on {pages_of(plain['command'])} of WikiText-2, KL to the float model in nats a token. "
