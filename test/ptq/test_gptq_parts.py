@@ -110,10 +110,10 @@ def test_calls_of_blocks_are_found_without_running_them() -> None:
     with torch.no_grad():
         chain = blocks.ordered(body, found, batches)
         assert [b.chained for b in chain] == [False, True, True]
-        wanted = blocks._calls(body, chain, batches)
+        wanted = blocks._calls(body, chain, batches, None)
         ran = []
         handle = model.model.layers[0].mlp.register_forward_hook(lambda *a: ran.append(1))
-        got = blocks._captured(body, chain, batches)
+        got = blocks._captured(body, chain, batches, None)
         handle.remove()
     assert not ran and "forward" not in vars(model.model.layers[0])
     for fqn, calls in wanted.items():
@@ -144,6 +144,6 @@ def test_blocks_whose_arguments_follow_from_outputs_are_run() -> None:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     with torch.no_grad():
         chain = blocks.ordered(model, blocks.find(layers, model), [x])
-        got = blocks._captured(model, chain, [x])
+        got = blocks._captured(model, chain, [x], None)
         wanted = model.layers[0](x, x.norm()).norm()
     assert torch.equal(got["layers.1"][0].args[1], wanted)
