@@ -64,7 +64,7 @@ class Estimate:
         parts = ", ".join(f"{name} {n / 1e9:.1f}" for name, n in self.parts.items())
         return (
             f"estimate: {self.needed / 1e9:.1f} GB of the {self.available / 1e9:.1f} GB that are free, for {self.stage} ({parts}); "
-            f"at least {_duration(self.seconds)} of matrix products"
+            f"{_duration(self.seconds)} of matrix products alone, at this moment's speed"
         )
 
     def check(self) -> None:
