@@ -262,7 +262,7 @@ def _plain(name: str) -> Format:
     if name.endswith("-hqq") and (plain := Affine.parse(name.removesuffix("-hqq"))):
         found = AffineHQQ(plain.width, plain.per, plain.group)
     if found is None or found.name != name:
-        near = difflib.get_close_matches(name.lower(), [*table, *COMPOSED], 5, 0.4)
+        near = difflib.get_close_matches(name.lower(), list(dict.fromkeys([*table, *COMPOSED])), 5, 0.4)
         raise ValueError(
             f"no format is called {name!r}; near it: {', '.join(near) or 'none'}. `aoquant formats` lists them, and how names "
             "are put together; for a format of your own, import the module that calls register_format first"
