@@ -99,7 +99,7 @@ def write_config(folder: Path, config: PreTrainedConfig) -> None:
 
 
 class Job:
-    """One shape in a folder of its own, and the options of `aoquant run`."""
+    """Run `aoquant run` at one shape, in a folder of its own."""
 
     def __init__(self, o: argparse.Namespace, work: Path, shape: str) -> None:
         self.o, self.shape, self.work = o, shape, work

@@ -2,8 +2,8 @@
 
 Masters and moments stand in one safetensors file, whole, under the names of their parameters, so they load into any
 number of ranks, and into one process without any. After the last step the file holds the trained weights alone: a sixth
-of the bytes. Another number of ranks adds gradients in another order, so the last
-bits of a run that goes on with it differ; with the same number they do not.
+of the bytes. Another number of ranks adds gradients in another order, so the last bits of a run that goes on with it
+differ; with the same number they do not.
 """
 
 from __future__ import annotations

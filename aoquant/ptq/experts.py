@@ -145,14 +145,15 @@ def _grams(
     """Return the Gram matrices of every expert's input, and how many tokens the block saw."""
     weight, recipe, k = module.values(name), module.stacks[name].recipe, module.matrix(name, 0).shape[1]
     twin: Any = None
-    if visit.twin is not None and not isinstance(module, QATReadExperts):
-        twin = visit.twin.get_submodule(fqn[len(visit.block.fqn) :].lstrip("."))
+    whole: Any = visit.twin
+    if whole is not None and not isinstance(module, QATReadExperts):
+        twin = whole.get_submodule(fqn[len(visit.block.fqn) :].lstrip("."))
     grams = [InputGram(k, weight.device, cross=twin is not None) for _ in range(len(weight))]
     tokens = 0
     seen = blocks.calls_of(visit.block.module, module, visit.calls)
     floats: Any = [None] * len(visit.calls)
     if twin is not None:
-        floats = blocks.calls_of(visit.twin, twin, visit.float_calls)  # type: ignore[arg-type]
+        floats = blocks.calls_of(whole, twin, visit.float_calls)
     for given, call, float_call in zip(visit.calls, seen, floats, strict=True):
         tokens += given.input.shape[:-1].numel() if given.mask is None else int(given.mask.sum())
         if call is None:

@@ -1,4 +1,4 @@
-"""What report, verify, coverage and explain say of KV caches."""
+"""KV caches in report, verify, coverage and explain: rows, refusals, and figures that other code finds too."""
 
 from __future__ import annotations
 

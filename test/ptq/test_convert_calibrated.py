@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.export_cases import byte_level
+from support.killed import interrupted
 from support.models import llama
 
 from aoquant import CalibrateConfig, calibrate_ptq
@@ -42,15 +43,7 @@ def test_a_folder_is_that_of_the_model_in_memory_and_a_kill_loses_no_block(folde
     wanted = calibrate_ptq(whole, batches, config)
     save_pretrained(whole, folder / "wanted", tokenizer)
 
-    factor, calls = gptq.factor, list[int]()
-
-    def stops(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 6:  # in the second block
-            raise KeyboardInterrupt
-        return factor(*arguments)
-
-    monkeypatch.setattr(gptq, "factor", stops)
+    calls = interrupted(monkeypatch, gptq, "factor", 6)  # in the second block
     out = folder / "out"
     with pytest.raises(KeyboardInterrupt):
         convert_calibrated(model, config, out, text, **HOW)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.killed import interrupted
 from support.models import llama
 from support.moe_models import model_of
 from torch import Tensor, nn
 
 from aoquant import CalibrateConfig, QATConfig, calibrate_ptq, quantize_
 from aoquant.linear.tensor import same_bits
-from aoquant.ptq import offload
+from aoquant.ptq import gptq, offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens for K", "ignore:.*too few tokens", "ignore:R1 unties")
 
@@ -109,17 +110,7 @@ def test_a_failure_and_a_kill_leave_the_model_as_it_was_and_it_goes_on(tmp_path:
     torch.nn.init.ones_(norm.weight)
     after = tensors(model)
     assert all(after[n] is t and torch.equal(t, values[n]) for n, t in before.items())
-    import aoquant.ptq.gptq as gptq
-
-    factor, calls = gptq.factor, []
-
-    def stops(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 6:  # in the second block
-            raise KeyboardInterrupt
-        return factor(*arguments)
-
-    monkeypatch.setattr(gptq, "factor", stops)
+    interrupted(monkeypatch, gptq, "factor", 6)  # in the second block
     with pytest.raises(KeyboardInterrupt):
         calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device="cpu", checkpoint=tmp_path)
     assert all(tensors(model)[n] is t for n, t in before.items())

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate", "shutil.copyfile")
 _armed: list[Callable[[], None]] = []
 _installed: list[bool] = []
@@ -56,3 +58,17 @@ def killed(call: Callable[[], None], at: int) -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, at: int) -> list[None]:
+    """Have call number `at` of a function of `module` raise KeyboardInterrupt. The list grows at each call."""
+    function, calls = getattr(module, name), list[None]()
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls

@@ -20,7 +20,7 @@ PICTURE = "perplexity.png"
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table. note: how it was run, when not as it is deployed.
+    """Hold one row of the table. note: how it was run, when not as it is deployed.
 
     seconds: since the stage before. peak_bytes: the most memory that rank 0 held on its GPU meanwhile; 0 on a CPU.
     tokens_per_s: of all ranks in training, median of the steps; 0 where nothing was trained in this process.
