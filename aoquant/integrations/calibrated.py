@@ -56,8 +56,7 @@ def convert_calibrated(
     there, finished = None if torch.device(device).type == "cpu" else device, Path(f"{out}.calibration")
     report = calibrate_ptq(loaded, batches, config, checkpoint=finished, device=there, **options)
     save_pretrained(loaded, out, tokenizer, max_shard_size=max_shard_size)
-    if finished.exists():  # a block had codes of its own
-        shutil.rmtree(finished)
+    shutil.rmtree(finished)
     return report
 
 
