@@ -52,6 +52,10 @@ class Call:
         y = output if isinstance(output, Tensor) else output[0]
         return self._given(y if self.device is None else offload.aside(y))
 
+    def without_input(self) -> Call:
+        """Return the same call with an empty input, which stays on the input's device."""
+        return self._given(self.input.new_empty(0))
+
     def _given(self, y: Tensor) -> Call:
         if self.args:
             return replace(self, args=(y, *self.args[1:]))
@@ -122,7 +126,7 @@ def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -
             call = Call(args, kwargs, None)
             if block.fqn not in counts:
                 block.chained = call.input is not None and last[0] is call.input
-                block.first = None if call.input is None else call.behind(call.input.new_empty(0))
+                block.first = None if call.input is None else call.without_input()
                 order.append(block)
             counts[block.fqn] = counts.get(block.fqn, 0) + 1
 
@@ -238,7 +242,7 @@ def _calls(
     def watch(block: Block, mask: Tensor | None) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             call = Call(args, kwargs, mask, device)
-            found[block.fqn].append(call.behind(call.input if block is chain[0] else call.input.new_empty(0)))
+            found[block.fqn].append(call.behind(call.input) if block is chain[0] else call.without_input())
             if block is chain[-1] and block.once:
                 raise _Enough
 

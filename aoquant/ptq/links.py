@@ -9,6 +9,7 @@ holds. A channel that is read elsewhere, or goes through a norm or an activation
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 
 from aoquant._messages import listed
 from aoquant.report.measure import logits_of, run
@@ -62,6 +62,14 @@ def is_norm(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 1 and not list(module.children())
 
 
+def bare(norm: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Return what a norm makes of x under other parameters, without its hooks: `offload` moves it to a GPU by them."""
+    own: Any = copy.copy(norm)
+    vars(own)["_parameters"] = {**norm._parameters, **parameters}
+    y: Tensor = own.forward(x)
+    return y
+
+
 def offset(norm: Any) -> float | None:
     """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for another one."""
     weight: Tensor = norm._parameters["weight"]
@@ -69,7 +77,7 @@ def offset(norm: Any) -> float | None:
     bias = norm._parameters.get("bias")
     fixed = {} if bias is None else {"bias": torch.zeros_like(bias)}
     try:
-        none, one = (functional_call(norm, fixed | {"weight": torch.full_like(weight, c)}, (x,)) for c in (0, 1))
+        none, one = (bare(norm, fixed | {"weight": torch.full_like(weight, c)}, x) for c in (0, 1))
     except (TypeError, RuntimeError):
         return None
     if not none.any():

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from aoquant._messages import AoquantWarning
 from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.tied import identity
-from aoquant.ptq.links import Link, Structure, is_norm, offset, refuse, replace, why_not_replaced
+from aoquant.ptq.links import Link, Structure, bare, is_norm, offset, refuse, replace, why_not_replaced
 from aoquant.transforms.hadamard import hadamard_matrix
 
 
@@ -160,7 +159,7 @@ def _commutes(norm: Any) -> bool:
     x = torch.linspace(-1, 2, len(weight), dtype=torch.float32, device=weight.device)[None] ** 2
     unit = {"weight": torch.full_like(weight, 1.0 - (offset(norm) or 0.0), dtype=torch.float32)}
     v = torch.nn.functional.normalize(torch.arange(1.0, len(weight) + 1, device=weight.device), dim=0)
-    y, turned = (functional_call(norm, unit, (t,)) for t in (x, x - 2 * (x @ v)[:, None] * v))
+    y, turned = (bare(norm, unit, t) for t in (x, x - 2 * (x @ v)[:, None] * v))
     return torch.allclose(turned, y - 2 * (y @ v)[:, None] * v, atol=1e-3)
 
 

@@ -44,7 +44,9 @@ def test_a_gpu_holds_one_block_at_a_time() -> None:
     model = net(**sizes)
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
     ids = torch.randint(0, 128, (4, 64))
-    calibrate_ptq(net(**sizes | {"num_hidden_layers": 1}), [ids], CalibrateConfig("int4-g128"), device="cuda")
+    for _ in range(2):  # the first run allocates the libraries' workspaces, which stay
+        torch.cuda.reset_peak_memory_stats()
+        calibrate_ptq(net(**sizes | {"num_hidden_layers": 1}), [ids], CalibrateConfig("int4-g128"), device="cuda")
     one = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     calibrate_ptq(model, [ids], CalibrateConfig("int4-g128"), device="cuda")
