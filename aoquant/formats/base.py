@@ -363,9 +363,9 @@ class Format:
         if any(t is not None and t.shape[0] not in (1, rows) for t in e.tensors):  # scales of blocks that span rows
             return self.decode(e, dtype).index_select(0, ids)
         scale, zero, outer = (
-            t if t is None or t.shape[0] != rows else _take(t, ids) for t in (e.scale, e.zero, e.outer)
+            t if t is None or t.shape[0] != rows else take_rows(t, ids) for t in (e.scale, e.zero, e.outer)
         )
-        return self.decode(Encoded(_take(e.codes, ids), scale, zero, outer, e.k), dtype)
+        return self.decode(Encoded(take_rows(e.codes, ids), scale, zero, outer, e.k), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
         """Return (len(ids), K): rows `ids` of fake_quantize(x_RK), encoding them alone where that is exact and less
@@ -445,7 +445,7 @@ def off_zero(format: Format, e: Encoded) -> Tensor:
     return torch.where(step == 0, flushed, torch.where(zero, v + step / 4, v))
 
 
-def _take(t: Tensor, ids: Tensor) -> Tensor:
+def take_rows(t: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` of t, of any dtype: torch selects rows of few float8 dtypes."""
     storage = t.view(torch.uint8) if t.element_size() == 1 else t
     return storage.index_select(0, ids).view(t.dtype)

@@ -75,12 +75,6 @@ class Levels:
         values, codes = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("values_GRL", "codes_GRL"))
         return cls(values, codes, parts[0].block)
 
-    def nearest_to(self, w_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (values, codes) of all columns of a float32 matrix, (R, K) each."""
-        columns = [self.nearest(w_R, j) for j, w_R in enumerate(w_RK.t().contiguous())]
-        values, codes = zip(*columns, strict=True)
-        return torch.stack(values, 1), torch.stack(codes, 1)
-
 
 def packed(format: Format, e: Encoded, codes_RK: Tensor) -> Encoded:
     """e with other codes, one uint8 for each value, as `Levels` gives them."""

@@ -73,11 +73,6 @@ class _Hidden(BaseModelOutput):
             raise AttributeError(name)
 
 
-def has_hidden_states(model: Any) -> bool:
-    """Return whether `model` is a head on a base model, as causal language models of transformers are."""
-    return getattr(model, "base_model", model) is not model
-
-
 def chunk_rows(vocabulary: int, tokens: int = 0) -> int:
     """Return how many tokens a chunk has. tokens: those of a loss; where they take several chunks, each has half as
     many, which leaves room for the float32 sum of the head's gradient.

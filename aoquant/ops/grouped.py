@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aoquant.formats import Encoded, Operand, tiles
+from aoquant.formats.base import take_rows
 
 from . import codec, expert_rows, stacks
 from .call import Call
@@ -267,7 +268,7 @@ def _rows_of(x: Tensor | Encoded, token: Tensor | None, rows: slice) -> Tensor |
     """The rows of x that are sorted to `rows`."""
 
     def take(t: Tensor) -> Tensor:
-        return t[rows] if token is None else _taken(t, token[rows])
+        return t[rows] if token is None else take_rows(t, token[rows])
 
     if isinstance(x, Tensor):
         return take(x)
@@ -275,12 +276,6 @@ def _rows_of(x: Tensor | Encoded, token: Tensor | None, rows: slice) -> Tensor |
     codes, scale, zero, outer = (t if t is None or t.shape[0] != total else take(t) for t in x.tensors)
     assert codes is not None
     return Encoded(codes, scale, zero, outer, x.k)
-
-
-def _taken(t: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` of t, of any dtype: torch selects rows of few float8 dtypes."""
-    storage = t.view(torch.uint8) if t.element_size() == 1 else t
-    return storage.index_select(0, ids).view(t.dtype)
 
 
 def _wgrad_shape(grad_SN: Tensor, ends: Tensor, x: Tensor | Encoded, transposed: bool) -> Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from aoquant import (
+    HybridConfig,
     Int4WeightConfig,
     IntxWeightConfig,
     NVFP4WeightConfig,
@@ -62,6 +63,19 @@ def test_a_sharded_model_is_gathered_and_then_saved(mesh: DeviceMesh, tmp_path: 
     whole.load_state_dict(full_state_dict(model), assign=True)
     save_pretrained(whole, tmp_path)
     assert torch.equal(logits(load_pretrained(tmp_path)), want)
+
+
+def test_delayed_scales_under_tensor_parallelism_are_refused(mesh: DeviceMesh) -> None:
+    delayed = HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=2)
+    for mix, refused in ((delayed, True), (get_recipe("fp8-hybrid").prepare(), False)):
+        model = nn.ModuleDict({"layer": nn.Linear(32, 16)})
+        quantize_(model, mix)
+        parallelize_module(model, mesh, {"layer": ColwiseParallel()})
+        if refused:
+            with pytest.raises(ValueError, match=r"layer.*delayed scaling"):
+                model["layer"](torch.randn(4, 32))
+        else:
+            assert model["layer"](torch.randn(4, 32)).isfinite().all()
 
 
 @pytest.mark.parametrize("first", ["parallelize", "adapt"])

@@ -7,11 +7,18 @@ import torch
 from support.formats import ENGINES, EXTRA
 from support.golden_inputs import data_set
 from support.linear_cases import BF16
+from torch import Tensor
 
 from aoquant.formats import get_format, list_formats
 from aoquant.formats.columns import Levels, packed, rows
 
 FORMATS = [n for n in (*list_formats(), *ENGINES, *EXTRA, "intx4-g32-hqq") if n != "high-precision"]
+
+
+def nearest(levels: Levels, w_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, codes) of all columns, (R, K) each."""
+    values, codes = zip(*(levels.nearest(w_R, j) for j, w_R in enumerate(w_RK.t().contiguous())), strict=True)
+    return torch.stack(values, 1), torch.stack(codes, 1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -22,11 +29,11 @@ def test_a_column_gets_the_nearest_deployed_values(name: str) -> None:
     fmt, x = get_format(name), data_set("normal", 8, 512, BF16)
     e = fmt.encode(x)
     levels = Levels.of(fmt, e, BF16)
-    values, codes = levels.nearest_to(x.float())
+    values, codes = nearest(levels, x.float())
     assert torch.equal(fmt.decode(packed(fmt, e, codes), BF16).float(), values)
     own = fmt.decode(e, BF16).float()
     assert ((values - x.float()).abs() <= (own - x.float()).abs()).all()
-    assert torch.equal(levels.nearest_to(own)[0], own)
+    assert torch.equal(nearest(levels, own)[0], own)
     table = levels.values_GRL.gather(-1, torch.zeros_like(levels.codes_GRL[..., :1]).long())
     assert table.isfinite().all()
 

@@ -5,6 +5,8 @@ layer's state alone.
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from aoquant import (
     quantize_,
     unprepare,
 )
+from aoquant.distributed import ranks
 from aoquant.formats import Random
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 from aoquant.linear.prepared import RANDOM
@@ -235,6 +238,24 @@ def test_the_state_is_a_buffer_of_training_alone() -> None:
     assert all(RANDOM not in key for key in model.state_dict())
     unprepare(other)
     assert set(other.state_dict()) == plain
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_draws_on_and_looks_for_its_own_rank(
+    again: Callable[[nn.Linear], nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state goes on where it was; the rank is that of the process that holds the copy, not the original's."""
+    layer, (x, g) = prepared("quartet2"), data()
+    step(layer, x, g)
+    twin = again(layer)
+    assert_equal(step(twin, x, g)["weight"], step(layer, x, g)["weight"])
+    vars(layer)[ranks.RANK] = 1
+    other, found = again(layer), []
+    monkeypatch.setattr(ranks, "find", lambda: found.extend(m for m in ranks._waiting if m is other))
+    step(other, x, g)
+    assert found and ranks.of(other) == 0
+    assert ranks.of(layer) == 1
+    assert ranks.RANK not in vars(again(prepared(None)))
 
 
 def test_prepared_on_the_meta_device_and_loaded_from_a_float_checkpoint() -> None:

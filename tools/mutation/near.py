@@ -192,6 +192,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("linear/test_saved_bytes.py", "bytes_for_each_value_of_the_input", "double_quantisation_keeps_no_row",
              "a_step_encodes_each_side_once", "a_side_that_no_gemm_reads_is_not_encoded"),
         *_of("linear/test_fixed_weights.py", "each_side_of_a_weight_is_encoded_once"),
+        *_of("distributed/test_one_rank.py", "delayed_scales_under_tensor_parallelism_are_refused"),
     ),
     "linear/fixed_weights.py": _of(
         "linear/test_fixed_weights.py", "a_weight_or_scale_that_changes_is_refused_by_name",
@@ -215,7 +216,8 @@ NEAR: dict[str, tuple[str, ...]] = {
              "convert_takes_the_scales_as_they_are"),
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
         "linear/test_fixed_weights.py::test_micro_batches_and_rollouts",
-        "linear/test_quantized_backward.py::test_the_state_is_a_buffer_of_training_alone",
+        *_of("linear/test_quantized_backward.py", "the_state_is_a_buffer_of_training_alone",
+             "a_copy_draws_on_and_looks_for_its_own_rank"),
     ),
     "linear/recipe.py": (
         *_of("hybrid/test_delayed_scaling.py", "other_casts_are_refused", "formats_with_other_scales_are_refused"),
