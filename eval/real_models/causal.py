@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -115,11 +115,15 @@ class CausalLM:
 
 
 def _fast(rows: Callable[..., Any], *logits: Tensor) -> Any:
-    """Call a function of rows of logits; on a GPU as one or two kernels, without its float32 matrices."""
-    return (_compiled(rows) if logits[0].is_cuda else rows)(*logits)
+    """Call a function of rows of logits; for a full chunk on a GPU as one or two kernels, without its float32 matrices.
+
+    Not for other chunks: after a second size torch.compile makes kernels for any, whose sums have another order, and
+    then the first pass over the texts would not give the bits of the second one.
+    """
+    return (_compiled(rows) if logits[0].is_cuda and len(logits[0]) == CHUNK else rows)(*logits)
 
 
-_compiled = cache(torch.compile)
+_compiled = cache(partial(torch.compile, dynamic=False))
 
 
 def _compare(made_TV: Tensor, float_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:

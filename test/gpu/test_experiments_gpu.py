@@ -67,3 +67,21 @@ def test_a_graph_trains_as_eager_steps_do(
         kept = tmp_path / "kept.pt"
         assert fast.run(weights, 0, 1e-3, kept=kept, until=0.0) is None and kept.is_file()
         assert fast.run(weights, 0, 1e-3, kept=kept, until=math.inf) == pytest.approx(losses, rel=0.02)
+
+
+def test_a_score_does_not_depend_on_what_was_scored_before(modules: dict[str, ModuleType]) -> None:
+    causal = importlib.import_module("real_models.causal")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=512, max_position_embeddings=2048, **size)
+    teacher, model = (LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).cuda().eval() for _ in range(2))
+    texts = {}
+    for name, lengths in (("train", [64]), ("wikitext", [5000, 700, 30]), ("other", [3000, 12, 900])):
+        ids = torch.randint(2, 512, (sum(lengths),), dtype=torch.int32)
+        texts |= {f"{name}.ids": ids, f"{name}.lengths": torch.tensor(lengths), f"{name}.words": torch.tensor(lengths)}
+    scorer = causal.CausalLM(teacher, texts, bos=1, batch=1, block=32)
+    first, second = (scorer.score(model)["nats"] for _ in range(2))
+    assert torch.equal(first, second)
+    scorer.score(teacher, ("other",))
+    assert torch.equal(scorer.score(model)["nats"], first)
