@@ -83,8 +83,8 @@ def _enter(module: nn.Module, device: torch.device | None) -> Callable[[], None]
     """Put copies on a device in the place of a module's tensors; return what undoes it."""
     moved: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     copies: dict[int, Tensor] = {}  # tensors that modules share stay shared
-    home = next((t.device for _, _, t in _tensors(module)), None)
-    for held, name, t in _tensors(module):
+    home = next((t.device for _, _, _, t in _tensors(module)), None)
+    for _, held, name, t in _tensors(module):
         if device is not None and elsewhere(t, device):
             if id(t) not in copies:
                 copies[id(t)] = _copied(t, device)
@@ -92,22 +92,24 @@ def _enter(module: nn.Module, device: torch.device | None) -> Callable[[], None]
             moved[id(held), name] = t, held[name]
 
     def leave() -> None:
-        for held, name, now in _tensors(module):
+        for owner, held, name, now in _tensors(module):
             before, copy = moved.get((id(held), name), (None, None))
             if before is not None and now is copy:
                 if not isinstance(before, nn.Parameter):
                     before.copy_(now)  # calibration writes to buffers
                 held[name] = before
             elif device is not None and home is not None and elsewhere(now, home):
-                held[name] = _copied(now, home)
+                setattr(owner, name, _copied(now, home))  # a packed layer drops its views of the copy
 
     return leave
 
 
-def _tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return (dictionary, name, tensor) of a module's parameters and buffers."""
-    held: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers)]
-    return [(d, name, t) for d in held for name, t in d.items() if t is not None]
+def _tensors(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Tensor]]:
+    """Return (owner, its dictionary, name, tensor) of a module's parameters and buffers."""
+    held: list[tuple[nn.Module, dict[str, Any]]] = [
+        (m, d) for m in module.modules() for d in (m._parameters, m._buffers)
+    ]
+    return [(m, d, name, t) for m, d in held for name, t in d.items() if t is not None]
 
 
 def _copied(t: Tensor, device: torch.device) -> Tensor:

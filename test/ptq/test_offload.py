@@ -17,6 +17,7 @@ from support.moe_models import model_of
 from torch import Tensor, nn
 
 from aoquant import CalibrateConfig, QATConfig, calibrate_ptq, quantize_
+from aoquant.linear.packed import PackedLinear
 from aoquant.linear.tensor import same_bits
 from aoquant.ptq import gptq, offload
 
@@ -89,6 +90,14 @@ def test_one_block_is_there_at_a_time(copies: list[int]) -> None:
     largest = max(sum(p.nbytes for p in unit.parameters()) for unit in offload._units(model))
     calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device="cpu")
     assert 0 < max(copies) < 1.5 * largest
+
+
+def test_a_packed_layer_holds_no_view_of_codes_that_were_there() -> None:
+    model = net()
+    calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device="cpu")
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert layers and all(m._codes.data_ptr() == m.weight.qdata.data_ptr() for m in layers)
+    assert all(m.weight.bound in vars(m).values() for m in layers)
 
 
 def test_stacked_experts_go_along() -> None:
