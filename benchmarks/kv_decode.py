@@ -13,7 +13,8 @@ that fails ends the run. Then, in turns:
             that no step copies it, and flash-attention, because cuDNN makes a plan for each new length
     train   forward and backward of the prepared model; ratio is its time over that of the float model
 
-The ratio of attend and step is the fastest bf16 time over the row's. Rows go to benchmarks/results/kv_decode.csv.
+The ratio of attend and step is the fastest bf16 time over the row's. Rows go to benchmarks/results/kv_decode.csv as
+they are made; a run that cannot be captured in a CUDA graph has a row that says why.
 """
 
 from __future__ import annotations
@@ -195,6 +196,19 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
+def graphs(part: str, runs: dict[str, Callable[[], None]], batch: int, tokens: int) -> tuple[dict[str, Any], list[Row]]:
+    """Return the CUDA graphs of runs, and a row for each run that PyTorch refuses."""
+    made: dict[str, Any] = {}
+    refused: list[Row] = []
+    for name, run in runs.items():
+        try:
+            made[name] = captured(run)
+        except RuntimeError as error:
+            row = {"part": part, "format": name, "batch": batch, "tokens": tokens}
+            refused.append(row | {"refused": str(error).splitlines()[0]})
+    return made, refused
+
+
 def peak(run: Callable[[], None]) -> int:
     """Return the bytes that a warm run takes at most, beyond what is there before."""
     run()
@@ -225,8 +239,8 @@ def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> l
         stored[name] = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
         eager[name] = stepping(made, cache, batch)
         peaks[name] = peak(eager[name])
-    rows = []
-    for part, runs in (("step eager", eager), ("step graph", {n: captured(run) for n, run in eager.items()})):
+    replays, rows = graphs("step graph", eager, batch, tokens)
+    for part, runs in (("step eager", eager), ("step graph", replays)):
         for row in timed(part, runs, batch, tokens, rounds):
             name = row["format"]
             more = {"cache_MiB": stored[name] / 2**20, "peak_MiB": peaks[name] / 2**20} if part == "step eager" else {}
@@ -237,7 +251,7 @@ def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> l
 def timed(part: str, runs: dict[str, Callable[[], None]], batch: int, tokens: int, rounds: int) -> list[Row]:
     """Time runs of `STEPS` steps in turns; the fastest bf16 is what ratios compare with."""
     times = {name: [t / STEPS for t in percentiles(ts)] for name, ts in interleaved(runs, rounds).items()}
-    base = min(p50 for name, (_, p50, _) in times.items() if name.startswith("bf16"))
+    base = min((p50 for name, (_, p50, _) in times.items() if name.startswith("bf16")), default=float("nan"))
     return [
         {"part": part, "format": name, "batch": batch, "tokens": tokens, "ms_p20": p20, "ms": p50, "ms_p80": p80, "ratio": base / p50}
         for name, (p20, p50, p80) in times.items()
@@ -266,8 +280,9 @@ def measure_attend(formats: list[str], batch: int, tokens: int, rounds: int) -> 
                 kv.attend(q, *parts[i % len(parts)], f, f, scale, scale, None, DIM**-0.5)
 
         runs[name], moved[name] = run, 2 * parts[0][0].nbytes
-    rows = timed("attend", {name: captured(run) for name, run in runs.items()}, batch, tokens, rounds)
-    return [row | {"GB/s": moved[row["format"]] / row["ms"] / 1e6} for row in rows]
+    replays, refused = graphs("attend", runs, batch, tokens)
+    rows = timed("attend", replays, batch, tokens, rounds)
+    return refused + [row | {"GB/s": moved[row["format"]] / row["ms"] / 1e6} for row in rows]
 
 
 def measure_training(formats: list[str], rounds: int) -> list[Row]:
@@ -311,6 +326,7 @@ def main() -> int:
         sys.exit("kv_decode.py needs a CUDA device")
     meta = versions(CUDA)
     print("\n".join(f"{key:12}{value}" for key, value in meta.items()) + "\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     rounds, began, rows = 5 if args.quick else 15, time.monotonic(), []
 
     def take(found: list[Row]) -> None:
@@ -318,6 +334,13 @@ def main() -> int:
         for row in found:
             cells = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
             print(f"{time.monotonic() - began:5.1f} s  {cells}", flush=True)
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with args.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*meta, *columns], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(
+                meta | {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
+            )
         torch.cuda.empty_cache()
 
     for name in args.formats if "check" in args.parts else ():
@@ -331,12 +354,6 @@ def main() -> int:
             take(measure_steps(args.formats, batch, tokens, rounds))
     if "train" in args.parts:
         take(measure_training(args.formats, rounds))
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*meta, *columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(meta | {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     return 0
 
 
