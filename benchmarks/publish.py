@@ -82,6 +82,17 @@ def training_step() -> str:
     return table(("recipe", "time, eager", "layers compiled", "peak memory, eager", "layers compiled"), lines)
 
 
+def gemma_step() -> str:
+    """Return speed and memory of a training step of Gemma 3 270M's shape, over bf16's."""
+    found = rows("model_train", hidden="640", how="eager")
+    lines = [
+        (named(row["variant"]), ratio(row["speed"]), ratio(row["of_bf16_peak"]))
+        for row in found
+        if row["variant"] != "bf16"
+    ]
+    return table(("recipe", "tokens/s over bf16's, eager", "peak memory"), lines)
+
+
 def fsdp2() -> str:
     """Return time and memory of a training step on two GPUs."""
     found = rows("model_fsdp2", date="2026-11-22", gpus="2")
@@ -429,6 +440,7 @@ def exactness() -> str:
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("results", "training step"): training_step,
+    ("results", "gemma step"): gemma_step,
     ("results", "fsdp2"): fsdp2,
     ("results", "8b, one GPU"): lambda: whole_8b("1"),
     ("results", "8b, two GPUs"): lambda: whole_8b("2"),
