@@ -65,7 +65,7 @@ class CausalLM:
                     rows = slice(start, start + CHUNK)
                     made_TV = logits_of(model, student_TK[rows])
                     float_TV = logits_of(self.teacher, teacher_TK[rows])
-                    of_rows = _compare(made_TV, float_TV, targets_BT[scored_BT][rows])
+                    of_rows = _fast(_compare, made_TV, float_TV, targets_BT[scored_BT][rows])
                     nats.append(of_rows[0])
                     divergence += of_rows[1]
                     equal += of_rows[2]
@@ -114,11 +114,21 @@ class CausalLM:
         return {"prompts": len(ids_BT), "prompts_changed": int((~same_BT.all(1)).sum())}
 
 
+def _fast(rows: Callable[..., Any], *logits: Tensor) -> Any:
+    """Call a function of rows of logits; for a full chunk on a GPU as one or two kernels, without its float32 matrices.
+
+    Not for other chunks: after a second size torch.compile makes kernels for any, whose sums have another order, and
+    then the first pass over the texts would not give the bits of the second one.
+    """
+    return (_compiled(rows) if logits[0].is_cuda and len(logits[0]) == CHUNK else rows)(*logits)
+
+
+_compiled = cache(partial(torch.compile, dynamic=False))
+
+
 def _compare(made_TV: Tensor, float_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of each target; KL to the float model, summed; how often both models' likeliest tokens are equal."""
-    # Eager: torch.compile has one kernel for the first shape and another for later ones, which add in another order.
-    # The scores of one model would then differ by a bit between two passes.
-    q_TV, p_TV = (logits_TV.log_softmax(-1, dtype=torch.float32) for logits_TV in (made_TV, float_TV))
+    q_TV, p_TV = made_TV.float().log_softmax(-1), float_TV.float().log_softmax(-1)
     nats_T = -q_TV.gather(1, targets_T[:, None])[:, 0]
     same = (made_TV.argmax(-1) == float_TV.argmax(-1)).sum()
     return nats_T, F.kl_div(q_TV, p_TV, log_target=True, reduction="sum"), same

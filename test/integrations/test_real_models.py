@@ -201,23 +201,6 @@ def test_windows_are_lm_evals_with_bos_in_front(real: Any, tmp_path: Path, monke
     assert found["wikitext_kl"] == 0 and found["wikitext_top1"] == 1
 
 
-def test_scores_depend_on_logits_alone(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same model has the same bits in every pass: after other texts, other numbers of rows, and twice."""
-    causal = importlib.import_module("real_models.causal")
-    monkeypatch.setattr(causal, "WINDOW", 16)
-    monkeypatch.setattr(causal, "CHUNK", 24)  # chunks of 24 rows, and of what is left
-    texts = save_texts(tmp_path / "t.safetensors", train=60, wikitext=5, other=4)
-    task, model = causal.CausalLM(llama(), texts, BOS, 2, 32), llama()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.02 * torch.randn_like(p))
-    first, second = task.score(model), task.score(model)
-    other, wikitext = (task.score(model, (name,)) for name in ("other", "wikitext"))
-    assert torch.equal(first.pop("nats"), second.pop("nats")) and first == second
-    assert torch.equal(torch.cat((wikitext.pop("nats"), other.pop("nats"))), task.score(model)["nats"])
-    assert first == wikitext | other
-
-
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_chunks_have_the_gradients_of_the_whole(
     real: Any, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
