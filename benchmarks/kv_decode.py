@@ -14,7 +14,7 @@ that fails ends the run. Then, in turns:
     train   forward and backward of the prepared model; ratio is its time over that of the float model
 
 The ratio of attend and step is the fastest bf16 time over the row's. Rows go to benchmarks/results/kv_decode.csv as
-they are made; a run that cannot be captured in a CUDA graph has a row that says why.
+they are made.
 """
 
 from __future__ import annotations
@@ -196,19 +196,6 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def graphs(part: str, runs: dict[str, Callable[[], None]], batch: int, tokens: int) -> tuple[dict[str, Any], list[Row]]:
-    """Return the CUDA graphs of runs, and a row for each run that PyTorch refuses."""
-    made: dict[str, Any] = {}
-    refused: list[Row] = []
-    for name, run in runs.items():
-        try:
-            made[name] = captured(run)
-        except RuntimeError as error:
-            row = {"part": part, "format": name, "batch": batch, "tokens": tokens}
-            refused.append(row | {"refused": str(error).splitlines()[0]})
-    return made, refused
-
-
 def peak(run: Callable[[], None]) -> int:
     """Return the bytes that a warm run takes at most, beyond what is there before."""
     run()
@@ -239,8 +226,8 @@ def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> l
         stored[name] = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
         eager[name] = stepping(made, cache, batch)
         peaks[name] = peak(eager[name])
-    replays, rows = graphs("step graph", eager, batch, tokens)
-    for part, runs in (("step eager", eager), ("step graph", replays)):
+    rows = []
+    for part, runs in (("step eager", eager), ("step graph", {n: captured(run) for n, run in eager.items()})):
         for row in timed(part, runs, batch, tokens, rounds):
             name = row["format"]
             more = {"cache_MiB": stored[name] / 2**20, "peak_MiB": peaks[name] / 2**20} if part == "step eager" else {}
@@ -251,7 +238,7 @@ def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> l
 def timed(part: str, runs: dict[str, Callable[[], None]], batch: int, tokens: int, rounds: int) -> list[Row]:
     """Time runs of `STEPS` steps in turns; the fastest bf16 is what ratios compare with."""
     times = {name: [t / STEPS for t in percentiles(ts)] for name, ts in interleaved(runs, rounds).items()}
-    base = min((p50 for name, (_, p50, _) in times.items() if name.startswith("bf16")), default=float("nan"))
+    base = min(p50 for name, (_, p50, _) in times.items() if name.startswith("bf16"))
     return [
         {"part": part, "format": name, "batch": batch, "tokens": tokens, "ms_p20": p20, "ms": p50, "ms_p80": p80, "ratio": base / p50}
         for name, (p20, p50, p80) in times.items()
@@ -280,9 +267,8 @@ def measure_attend(formats: list[str], batch: int, tokens: int, rounds: int) -> 
                 kv.attend(q, *parts[i % len(parts)], f, f, scale, scale, None, DIM**-0.5)
 
         runs[name], moved[name] = run, 2 * parts[0][0].nbytes
-    replays, refused = graphs("attend", runs, batch, tokens)
-    rows = timed("attend", replays, batch, tokens, rounds)
-    return refused + [row | {"GB/s": moved[row["format"]] / row["ms"] / 1e6} for row in rows]
+    rows = timed("attend", {name: captured(run) for name, run in runs.items()}, batch, tokens, rounds)
+    return [row | {"GB/s": moved[row["format"]] / row["ms"] / 1e6} for row in rows]
 
 
 def measure_training(formats: list[str], rounds: int) -> list[Row]:

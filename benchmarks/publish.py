@@ -32,10 +32,10 @@ NAMES = {"torchao:int4": "torchao int4", "torchao:mxfp4": "torchao mxfp4", "torc
 SHAPES = ((2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 14336), (14336, 4096))  # K, N
 SERVED = ("int4-g128", "nvfp4-weight", "nvfp4", "fp8", "fp8-scaled-mm")
 GOALS = (  # rows, shapes (none: those with K or N of 2048), goal
-    (16, (4096, 4096), 1.9), (16, (14336, 4096), 1.9), (32, (4096, 4096), 1.3), (32, (4096, 14336), 1.7),
-    (32, (14336, 4096), 1.7), (32, None, 1.7), (64, (4096, 4096), 1.3), (64, (4096, 14336), 1.7),
-    (64, (14336, 4096), 1.7), (64, None, 1.7), (128, (4096, 4096), 1.05), (128, (4096, 14336), 1.05),
-    (128, (14336, 4096), 1.05), (128, None, 1.05),
+    (16, (4096, 4096), 1.9), (16, (14336, 4096), 1.9),
+    *((m, shape, goal) for m in (32, 64)
+      for shape, goal in (((4096, 4096), 1.3), ((4096, 14336), 1.7), ((14336, 4096), 1.7), (None, 1.7))),
+    *((128, shape, 1.05) for shape in ((4096, 4096), (4096, 14336), (14336, 4096), None)),
 )  # fmt: skip
 TAKE = {  # rows: what a reader should take
     1: "4-bit weights", 8: "4-bit weights, activations in bf16", 16: "4-bit weights, activations in bf16",
@@ -84,23 +84,17 @@ def training_step() -> str:
 
 def gemma_step() -> str:
     """Return speed and memory of a training step of Gemma 3 270M's shape, over bf16's."""
-    found = rows("model_train", hidden="640", how="eager")
-    lines = [
-        (named(row["variant"]), ratio(row["speed"]), ratio(row["of_bf16_peak"]))
-        for row in found
-        if row["variant"] != "bf16"
-    ]
+    found = [row for row in rows("model_train", hidden="640", how="eager") if row["variant"] != "bf16"]
+    lines = [(named(row["variant"]), ratio(row["speed"]), ratio(row["of_bf16_peak"])) for row in found]
     return table(("recipe", "tokens/s over bf16's, eager", "peak memory"), lines)
 
 
 def fsdp2() -> str:
     """Return time and memory of a training step on two GPUs."""
-    found = rows("model_fsdp2", date="2026-11-22", gpus="2")
+    timed = rows("model_fsdp2", date="2026-11-22", gpus="2")
     wanted = ("int4-g128", "nvfp4", "mxfp4", "mxfp8", "fp8", "torchao:int4", "torchao:mxfp4")
-    lines = [
-        (named(v), ratio(only(found, variant=v)["of_bf16_time"]), ratio(only(found, variant=v)["of_bf16_peak"]))
-        for v in wanted
-    ]
+    found = [only(timed, variant=variant) for variant in wanted]
+    lines = [(named(row["variant"]), ratio(row["of_bf16_time"]), ratio(row["of_bf16_peak"])) for row in found]
     return table(("recipe", "time", "peak memory"), lines)
 
 
@@ -187,8 +181,7 @@ def packed_layers() -> str:
 
 def one_row() -> str:
     """Return the time of one row, and bf16's time over it."""
-    found = few_rows()
-    variants = SERVED[:4]
+    found, variants = few_rows(), SERVED[:4]
     lines = [
         (f"{k} x {n}", f"{found[k, n, 1]['bf16'][0]:.1f}",
          *(f"{us:.1f} ({ratio(of)})" for us, of in (found[k, n, 1][v] for v in variants)))

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +114,19 @@ def test_shell_commands_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch, t
         for at, word in enumerate(rest):
             if word in ("--recipe", "--embeddings-recipe") and not rest[at + 1].isupper():
                 assert aoquant.get_recipe(rest[at + 1])
+
+
+@pytest.mark.slow
+def test_the_moe_page_goes_from_text_to_the_table(tmp_path: Path) -> None:
+    """Its commands for a CPU run as they stand, one after another."""
+    section = (ROOT / "docs/moe.md").read_text(encoding="utf-8").partition("## From text to the table")[2]
+    commands = 'aoquant() { python -m aoquant "$@"; }\n' + section.partition("```sh\n")[2].partition("```")[0]
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        ["bash", "-ec", commands], cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and "QAT, converted" in ran.stdout, ran.stderr
 
 
 def test_many_commands_are_looked_at() -> None:
