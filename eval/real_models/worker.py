@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from experiments.rows import Row
 from experiments.students import Student, weight_bits
+from graphed import graphed
 from provenance import provenance
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from aoquant.integrations.finetune import master_adamw, order_of_blocks, rate_at
@@ -138,7 +140,9 @@ class Worker:
 
         def train() -> dict[str, Any]:
             model = student.prepared(keys[0]["seed"])
-            found.update(self._train(model, keys[0]["loss"], keys[0]["seed"]))
+            # torchao's layers read numbers back from the device; sentences have no common length
+            graph = self.o.device == "cuda" and row.kind != "torchao" and not self.o.embedding
+            found.update(self._train(model, keys[0]["loss"], keys[0]["seed"], graph))
             found["model"], found["scores"] = model.eval(), self.task.score(model)
             return self._served(row, student, keys[0], found)
 
@@ -146,30 +150,40 @@ class Worker:
         for key in keys[1:] if "scores" in found else ():
             self._result(key, lambda key=key: self._served(row, student, key, found))
 
-    def _train(self, model: Any, loss: str, seed: int) -> dict[str, Any]:
-        o, cuda = self.o, self.o.device == "cuda"
+    def _train(self, model: Any, loss: str, seed: int, graph: bool) -> dict[str, Any]:
+        """Train a prepared model. graph: as one CUDA graph; its kernels are small, and Python is slower than they."""
+        o, device = self.o, self.float_model.device
         steps = max(1, round(o.tokens / (o.batch * o.block)))
-        order_SB = order_of_blocks(len(self.task.blocks_BT), steps, o.batch, seed)
-        optimizer, losses = master_adamw(model.train(), o.rate), []
+        blocks_BT = self.task.blocks_BT.to(device)
+        order_SB = order_of_blocks(len(blocks_BT), steps, o.batch, seed).to(device)
+        optimizer = master_adamw(model.train(), torch.tensor(0.0, device=device), capturable=graph)
         trained = [p for p in model.parameters() if p.requires_grad]
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        for step in range(steps):
-            if step == 1:  # the first one compiles kernels
-                began = time.perf_counter()
-            optimizer.param_groups[0]["lr"] = rate_at(o.rate, step, steps)
-            losses.append(self.task.backward(model, self.task.blocks_BT[order_SB[step]].to(o.device), loss))
+
+        def step(ids_BT: Tensor) -> Tensor:
+            value: Tensor = self.task.loss(model, ids_BT, loss)
+            value.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             model.zero_grad(set_to_none=True)
-        share = max(1, steps // 20)
+            return value.detach()
+
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run = graphed(step, model, optimizer, blocks_BT[order_SB[0]]) if graph else step
+        losses, began = torch.zeros(steps, device=device), time.perf_counter()
+        for i in range(steps):
+            if i == 1:  # the first one compiles kernels
+                losses[0].item()
+                began = time.perf_counter()
+            optimizer.param_groups[0]["lr"].fill_(rate_at(o.rate, i, steps))
+            losses[i] = run(blocks_BT[order_SB[i]])
+        share, seen = max(1, steps // 20), losses.tolist()
         return {
-            "first_loss": sum(losses[:share]) / share,
-            "last_loss": sum(losses[-share:]) / share,
+            "first_loss": sum(seen[:share]) / share,
+            "last_loss": sum(seen[-share:]) / share,
             "seconds_step": round((time.perf_counter() - began) / max(1, steps - 1), 4),
-            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else "",
+            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device.type == "cuda" else "",
         }
 
     def _served(self, row: Row, student: Student, key: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +68,41 @@ def test_a_graph_trains_as_eager_steps_do(
         kept = tmp_path / "kept.pt"
         assert fast.run(weights, 0, 1e-3, kept=kept, until=0.0) is None and kept.is_file()
         assert fast.run(weights, 0, 1e-3, kept=kept, until=math.inf) == pytest.approx(losses, rel=0.02)
+
+
+def test_rows_of_a_public_model_train_in_a_graph_as_without_one(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers, KV caches, held scales of a calibrated start, and the float model by cross entropy."""
+    main, worker = (importlib.import_module(f"real_models.{name}") for name in ("__main__", "worker"))
+    llama("sdpa").save_pretrained(tmp_path / "model")
+    texts = {}
+    for name, pages in (("train", 300), ("wikitext", 3), ("other", 2), ("validation", 2)):
+        ids = torch.randint(2, 512, (90 * pages,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+        lengths = torch.full((pages,), 90)
+        texts |= {f"{name}.ids": ids, f"{name}.lengths": lengths, f"{name}.words": lengths // 2}
+    save_file(texts, tmp_path / "t.safetensors", {"bos": "1"})
+
+    def losses(csv: str) -> dict[tuple[str, str], list[float]]:
+        files = ["--model", str(tmp_path / "model"), "--tokens-file", str(tmp_path / "t.safetensors")]
+        names = (
+            "int4-g128",
+            "nvfp4",
+            "quartet2",
+            "kv-fp8",
+            "int4-g32-kv-int4-token-head",
+            "int4-g128+gptq",
+            "float-ce",
+        )
+        size = ["--tokens", "8192", "--batch", "4", "--block", "128", "--rate", "1e-3", "--csv", str(tmp_path / csv)]
+        main.main([*files, *size, "--rows", *names])
+        done = [line for line in worker.read(tmp_path / csv) if line["stage"] == "qat"]
+        assert len(done) == len(names) and {line["equal"] for line in done} == {"True"}
+        return {(line["row"], k): float(line[k]) for line in done for k in ("first_loss", "last_loss")}
+
+    graph = losses("graph.csv")
+    monkeypatch.setattr(worker, "graphed", lambda step, *_: step)
+    assert graph == pytest.approx(losses("eager.csv"), rel=0.03)
 
 
 def test_a_score_does_not_depend_on_what_was_scored_before(modules: dict[str, ModuleType]) -> None:
