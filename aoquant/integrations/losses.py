@@ -3,8 +3,8 @@
 With 262 144 tokens the logits of 2048 positions take 2 GB in float32, and the plain KL divergence holds seven such
 tensors. Here the model runs to its last hidden states. Then its own code behind them (output head, soft capping,
 scaling: whatever the family has, quantised or tied) runs on one chunk of tokens after another, and each chunk is
-differentiated at once, as in Liger Kernel's fused linear losses (arXiv:2410.10989). On a GPU with liger-kernel
-installed, its kernel computes the cross entropy of a chunk.
+differentiated at once, as in Liger Kernel's fused linear losses (arXiv:2410.10989). On a GPU a Triton kernel computes
+the KL divergence of a chunk, and liger-kernel, where it is installed, the cross entropy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
+
+from aoquant.ops.codec import has_triton
+from aoquant.ops.codec.triton_kernels import imported
 
 CHUNK_BYTES = 1 << 29  # of one chunk's logits in float32: 512 tokens of a vocabulary of 262 144
 BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
@@ -172,8 +175,20 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, weight: float = 1.0) -
     """Return `weight` times the sum over rows of KL(teacher || student), in nats, float32.
 
     Both are logits. The teacher's get no gradient.
+
+    Raises:
+        ValueError: the logits differ in shape.
     """
-    found: Tensor = _RowLoss.apply(_kl_rows, student_NV, teacher_NV, weight)  # type: ignore[no-untyped-call]
+    if student_NV.shape != teacher_NV.shape:
+        raise ValueError(
+            f"kl_divergence: the student's logits are {tuple(student_NV.shape)} and the teacher's "
+            f"{tuple(teacher_NV.shape)}: give both models one vocabulary and the same tokens"
+        )
+    found: Tensor
+    if has_triton(student_NV.device):
+        found = _Divergence.apply(student_NV, teacher_NV, weight)  # type: ignore[no-untyped-call]
+    else:
+        found = _RowLoss.apply(_kl_rows, student_NV, teacher_NV, weight)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -219,3 +234,20 @@ class _RowLoss(torch.autograd.Function):
         d_NV = ctx.d_NV
         del ctx.d_NV
         return None, d_NV.mul_(grad), None, None
+
+
+class _Divergence(torch.autograd.Function):
+    """Sum the KL divergence of rows by a kernel. Both logits are saved: backward makes the gradient in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, student_NV: Tensor, teacher_NV: Tensor, weight: float) -> Tensor:
+        read = [t if t.stride(1) == 1 else t.contiguous() for t in (student_NV, teacher_NV)]
+        found_3N: Tensor = imported("divergence_kernels").divergence(*read)
+        ctx.save_for_backward(*read, found_3N)
+        ctx.weight = weight
+        return found_3N[0].sum() * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
+        return imported("divergence_kernels").gradient(*ctx.saved_tensors, grad * ctx.weight), None, None

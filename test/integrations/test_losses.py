@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.gpu import captured
 from support.meters import peak_bytes
 from support.models import distillation_loss
 from torch import Tensor, nn
@@ -40,6 +42,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Return a device on which Triton computes the KL divergence: CUDA, or the CPU by Triton's interpreter."""
+    if (device.type == "cpu") != (os.environ.get("TRITON_INTERPRET") == "1"):
+        pytest.skip("TRITON_INTERPRET=1, with Triton installed, runs the kernel on the CPU and there alone")
+    if device.type == "cpu":
+        monkeypatch.setattr(losses, "has_triton", lambda _: True)
+    return device
+
+
 def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**SIZES | FAMILIES[family] | changes)
@@ -47,9 +59,10 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **c
 
 
 def by_chunks(model: Any, teacher: Any, kind: str, rows: int) -> Tensor:
-    hidden = losses.hidden_states(model, input_ids=IDS)
-    targets = losses.next_tokens(IDS).flatten()
-    seen = losses.hidden_states(teacher, input_ids=IDS).flatten(0, 1).detach()
+    ids = IDS.to(model.device)
+    hidden = losses.hidden_states(model, input_ids=ids)
+    targets = losses.next_tokens(ids).flatten()
+    seen = losses.hidden_states(teacher, input_ids=ids).flatten(0, 1).detach()
 
     def of(logits: Tensor, at: slice) -> Tensor:
         if kind == "ce":
@@ -60,12 +73,13 @@ def by_chunks(model: Any, teacher: Any, kind: str, rows: int) -> Tensor:
 
 
 def plain(model: Any, teacher: Any, kind: str) -> Tensor:
+    ids = IDS.to(model.device)
     if kind == "ce":
-        loss: Tensor = model(input_ids=IDS, labels=IDS).loss
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
     with torch.no_grad():
-        target = teacher(input_ids=IDS).logits
-    return distillation_loss(model(input_ids=IDS).logits, target)
+        target = teacher(input_ids=ids).logits
+    return distillation_loss(model(input_ids=ids).logits, target)
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -143,6 +157,107 @@ def test_a_token_that_the_teacher_rules_out_adds_nothing_and_nan_is_not_hidden()
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(student.grad, student.detach().softmax(-1) - p)
     assert losses.kl_divergence(torch.full((1, 3), torch.nan), teacher).isnan()
+
+
+def in_float64(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the KL divergence of each row, and the probabilities of student and teacher."""
+    log_q, log_p = student.double().log_softmax(-1), teacher.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1), log_q.exp(), log_p.exp()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 50, 8192, 20011])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_is_near_float64(kernel: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Rows have strides, and the two matrices different ones. A second call has the same bits."""
+    made = 5 * torch.randn(2, 5, vocabulary + 16, device=kernel)
+    student = made[0].to(dtype)[:, :vocabulary].requires_grad_()
+    teacher = (made[0] + made[1]).to(dtype)[:, :vocabulary].t().contiguous().t()
+    weight = 0.37
+    nats, q, p = in_float64(student.detach(), teacher)
+    loss = losses.kl_divergence(student, teacher, weight)
+    (grad,) = torch.autograd.grad(2 * loss, student)
+    apart = 1 + (student.detach().float() - teacher.float()).abs().amax(-1)
+    assert loss.dtype == torch.float32 and grad.dtype == dtype
+    assert (loss.double() / weight - nats.sum()).abs() <= 2.0**-19 * apart.sum()
+    wanted = 2 * weight * (q - p)
+    rounding = torch.finfo(dtype).eps / (1 if kernel.type == "cpu" else 2)  # Triton's interpreter truncates bfloat16
+    subnormal = 2.0**-24 if dtype == torch.float16 else 0
+    bound = weight * 2.0**-15 * (q + p) + rounding * wanted.abs() + subnormal
+    assert ((grad.double() - wanted).abs() <= bound).all()
+    again = losses.kl_divergence(student, teacher, weight)
+    assert torch.equal(again, loss) and torch.equal(torch.autograd.grad(2 * again, student)[0], grad)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 9000])
+def test_the_kernel_treats_what_is_not_finite_as_torch_does(kernel: torch.device, vocabulary: int) -> None:
+    """Student, teacher and both rule out a token, then every token; then there is a NaN, and an infinite logit."""
+    student, teacher = torch.randn(2, 10, vocabulary, device=kernel)
+    for row, value in enumerate((-torch.inf, torch.nan, torch.inf)):
+        student[3 * row, 2], teacher[3 * row + 1, 2] = value, value
+    student[2, 2], teacher[2, 2] = -torch.inf, -torch.inf
+    student[5], teacher[8] = -torch.inf, -torch.inf
+    for row in range(len(student)):
+        one, other = student[row : row + 1].requires_grad_(), teacher[row : row + 1]
+        loss = losses.kl_divergence(one, other)
+        (grad,) = torch.autograd.grad(loss, one)
+        wanted, d = losses._kl_rows(one.detach(), other)
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(grad, d, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2"])
+def test_by_the_kernel_equal_the_plain_loss(kernel: torch.device, family: str) -> None:
+    assert_equal(model_of(family).to(kernel), model_of(family, seed=1).to(kernel), "kl", 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.no_poison
+def test_the_kernel_writes_no_gradient_that_nobody_asked_for(kernel: torch.device) -> None:
+    student, teacher = torch.randn(2, 4, 5000, device=kernel)
+    assert peak_bytes(lambda: losses.kl_divergence(student, teacher)) < student.nbytes / 10
+
+
+@pytest.mark.gpu
+@pytest.mark.no_poison
+def test_the_kernel_reaches_rows_beyond_two_to_the_31_elements(kernel: torch.device) -> None:
+    vocabulary = 262144
+    student = torch.empty((1 << 31) + vocabulary, dtype=torch.bfloat16, device=kernel)
+    student = student.as_strided((3, vocabulary), (1 << 30, 1))
+    student.copy_(torch.randn(3, vocabulary, device=kernel))
+    teacher = torch.randn(3, vocabulary, device=kernel).bfloat16()
+    found = []
+    for logits in (student, student.clone(memory_format=torch.contiguous_format)):
+        logits.requires_grad_()
+        loss = losses.kl_divergence(logits, teacher)
+        found.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_holds_the_chunks_of_the_kernel(kernel: torch.device) -> None:
+    """Replayed on other hidden states it gives what the eager step gives for these."""
+    model = model_of("gemma3_text", torch.bfloat16).to(kernel)
+    hidden, teacher = torch.randn(2, 1, 42, 32, dtype=torch.bfloat16, device=kernel)
+    hidden.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        def of(logits: Tensor, at: slice) -> Tensor:
+            return losses.kl_divergence(logits, losses.logits_of(model, teacher[0, at]).detach(), 1 / 42)
+
+        loss = losses.chunked_loss(model, hidden, of, 8)
+        return loss.detach(), *torch.autograd.grad(loss, [hidden, model.get_output_embeddings().weight])
+
+    graph, results = captured(step)
+    with torch.no_grad():
+        hidden.copy_(torch.randn_like(hidden))
+    graph.replay()
+    for got, wanted in zip(results, step(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_logits_of_two_vocabularies_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 9\).*\(2, 8\)"):
+        losses.kl_divergence(torch.randn(2, 9), torch.randn(2, 8))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("kl", 1.3), ("ce", 1.6)])
