@@ -122,10 +122,10 @@ def _trained_and_served(trained: Sequence[Line]) -> tuple[str, str]:
 
 
 def all_rows(lines: Sequence[Line]) -> str:
-    """Return the table of all recipes."""
+    """Return the table of all recipes, without calibrated starts."""
     base = average(only(lines, stage="float"), PERPLEXITY)
     made = []
-    for recipe, untrained, trained in quantised(lines):
+    for recipe, untrained, trained in quantised([line for line in lines if "+" not in line["row"]]):
         lost = float(untrained[PERPLEXITY]) > 1.01 * base
         share = (
             recovered(base, float(untrained[PERPLEXITY]), average(trained, PERPLEXITY)) if trained and lost else None
@@ -140,6 +140,41 @@ def all_rows(lines: Sequence[Line]) -> str:
         ))  # fmt: skip
     heads = ("recipe", "bits", "PTQ", "QAT", "recovered, %", "KL: PTQ", "KL: QAT", "top-1", "other text: PTQ", "QAT",
              "prepared == converted")  # fmt: skip
+    return table(heads, made)
+
+
+def budgets(lines: Sequence[Line]) -> str:
+    """Return the table of recipes that were trained on several budgets: perplexity, and the share won back."""
+    base = average(only(lines, stage="float"), PERPLEXITY)
+    many = sorted({line["tokens"] for line in only(lines, stage="qat")}, key=int)
+    made = []
+    for recipe, untrained, _ in quantised(lines):
+        ptq, cells = float(untrained[PERPLEXITY]), list[str]()
+        for tokens in many:
+            trained = only(lines, row=recipe, stage="qat", served="", tokens=tokens)
+            share = f"{100 * recovered(base, ptq, average(trained, PERPLEXITY)):.0f}" if trained else ""
+            cells += [cell(trained, PERPLEXITY), share]
+        if sum(map(bool, cells)) > 2:
+            made.append((f"`{recipe}`", f"{ptq:.2f}", *cells))
+    heads = [head for tokens in many for head in (f"{int(tokens) / 1e6:g} M tokens", "recovered, %")]
+    return table(("recipe", "PTQ", *heads), made)
+
+
+def starts(lines: Sequence[Line]) -> str:
+    """Return the table of QAT that starts from a calibrated PTQ beside QAT that starts from the float weights."""
+    of = {recipe: (untrained, trained) for recipe, untrained, trained in quantised(lines)}
+    made = []
+    for name in sorted(of):
+        recipe, _, method = name.partition("+")
+        if not method or not of[name][1]:
+            continue
+        seeds = {line["seed"] for line in of[name][1]}
+        for how, (untrained, trained) in (("float", of[recipe]), (method, of[name])):
+            equal = [line for line in trained if line["seed"] in seeds]
+            scores = ((PERPLEXITY, ".2f"), ("wikitext_kl", ".3f"), ("other_word_perplexity", ".2f"))
+            cells = [cell(at, score, form) for score, form in scores for at in ([untrained], equal)]
+            made.append((f"`{recipe}`", how, *cells))
+    heads = ("recipe", "start", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "other text: PTQ", "QAT")
     return table(heads, made)
 
 
