@@ -23,6 +23,7 @@ from aoquant.ops.codec import has_triton
 from aoquant.ops.codec.triton_kernels import imported
 
 CHUNK_BYTES = 1 << 29  # of one chunk's logits in float32: 512 tokens of a vocabulary of 262 144
+CHUNK_SHARE = 32  # of a large GPU's memory, this part instead: each chunk costs a pass over the head's gradient
 BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
 IGNORED = -100  # target of a token that is not scored, as in torch's cross_entropy
 LossOf = Callable[[Tensor, slice], Tensor]
@@ -76,11 +77,14 @@ class _Hidden(BaseModelOutput):
             raise AttributeError(name)
 
 
-def chunk_rows(vocabulary: int, tokens: int = 0) -> int:
-    """Return how many tokens a chunk has. tokens: those of a loss; where they take several chunks, each has half as
-    many, which leaves room for the float32 sum of the head's gradient.
+def chunk_rows(vocabulary: int, tokens: int = 0, device: torch.device | str = "cpu") -> int:
+    """Return how many tokens a chunk has on a device. tokens: those of a loss; where they take several chunks, each has
+    half as many, which leaves room for the float32 sum of the head's gradient.
     """
-    rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+    size = CHUNK_BYTES
+    if torch.device(device).type == "cuda":
+        size = max(size, torch.cuda.get_device_properties(device).total_memory // CHUNK_SHARE)
+    rows = max(1, size // (4 * vocabulary))
     return rows if tokens <= rows else max(1, rows // 2)
 
 
@@ -98,7 +102,7 @@ def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | No
     behind = [*model.parameters(), *(head.parameters() if head is not None else ())]
     shared = {id(p) for p in head.parameters()} if head is not None else set()
     chosen = {id(p): p for p in behind if p.requires_grad and (id(p) in shared or id(p) not in inside)}
-    size = rows or chunk_rows(model.config.get_text_config().vocab_size, len(hidden_ND))
+    size = rows or chunk_rows(model.config.get_text_config().vocab_size, len(hidden_ND), hidden_ND.device)
 
     def of_chunk(part_ND: Tensor, at: slice) -> Tensor:
         return loss_of(logits_of(model, part_ND), at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,6 +259,16 @@ def test_a_cuda_graph_holds_the_chunks_of_the_kernel(kernel: torch.device) -> No
 def test_logits_of_two_vocabularies_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 9\).*\(2, 8\)"):
         losses.kl_divergence(torch.randn(2, 9), torch.randn(2, 8))
+
+
+def test_a_large_gpu_has_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for memory, rows in ((8 << 30, 512), (32 << 30, 1024)):
+        about = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, about=about: about)
+        assert losses.chunk_rows(262_144, device="cuda") == rows
+        assert losses.chunk_rows(262_144, rows, "cuda") == rows
+        assert losses.chunk_rows(262_144, rows + 1, "cuda") == rows // 2
+        assert losses.chunk_rows(262_144, device="cpu") == 512
 
 
 @pytest.mark.parametrize(("kind", "most"), [("kl", 1.3), ("ce", 1.6)])

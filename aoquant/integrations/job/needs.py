@@ -85,7 +85,7 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
     size, parameters, trained = dtype.itemsize, traced.parameters, traced.trained
     sequences = min(o.micro_batch or o.batch_size, max(1, o.batch_size // ranks))
     tokens, head = sequences * o.block, traced.vocabulary * traced.hidden
-    rows = min(tokens, chunk_rows(traced.vocabulary, tokens))
+    rows = min(tokens, chunk_rows(traced.vocabulary, tokens, o.device))
     chunk = rows * traced.vocabulary * size
     # of a chunk: the student's logits, the teacher's and a gradient, and float32 rows; or this gradient and the head's,
     # which is summed in float32
