@@ -50,23 +50,23 @@ def hidden_states(model: Any, **inputs: Any) -> Tensor:
 
 def logits_of(model: Any, hidden_ND: Tensor) -> Tensor:
     """Return the logits (N, V) that `model` computes from last hidden states: its forward behind the base model."""
-    with _answering(model.base_model, hidden_ND[None]):
+    with _forward_of(model.base_model, lambda *_, **__: _Hidden(last_hidden_state=hidden_ND[None])):
         ids = torch.zeros((1, len(hidden_ND)), dtype=torch.long, device=hidden_ND.device)
         logits: Tensor = model.forward(input_ids=ids, use_cache=False).logits
     return logits[0]
 
 
 @contextmanager
-def _answering(base: nn.Module, hidden_BTD: Tensor) -> Iterator[None]:
-    """Make the base model return `hidden_BTD` instead of running."""
-    own = base.__dict__.get("forward")
-    base.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden_BTD)
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give the module another forward."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        del base.forward
+        del module.forward
         if own is not None:
-            base.forward = own
+            module.forward = own
 
 
 class _Hidden(BaseModelOutput):
@@ -93,8 +93,9 @@ def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | No
 
     hidden_BTD: last hidden states, from `hidden_states(model, ...)`. loss_of: takes the logits (n, V) of a chunk and
     the slice of its tokens in (B * T), and returns its part of the loss. rows: tokens in a chunk. Gradients of the
-    head's parameters are summed over chunks in float32 and rounded once, as one GEMM would. In a quantised head whose
-    format shares scales among tokens (`batch_invariant` is False) they are shared within a chunk.
+    head's parameters are summed over chunks in float32 and rounded once, as one GEMM would. The GEMM of a plain head
+    adds to that sum itself; of another head each chunk's gradient is rounded too. In a quantised head whose format
+    shares scales among tokens (`batch_invariant` is False) they are shared within a chunk.
     """
     hidden_ND = hidden_BTD.flatten(0, 1)
     inside = {id(p) for p in model.base_model.parameters()}
@@ -104,11 +105,39 @@ def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | No
     chosen = {id(p): p for p in behind if p.requires_grad and (id(p) in shared or id(p) not in inside)}
     size = rows or chunk_rows(model.config.get_text_config().vocab_size, len(hidden_ND), hidden_ND.device)
 
-    def of_chunk(part_ND: Tensor, at: slice) -> Tensor:
-        return loss_of(logits_of(model, part_ND), at)
+    plain = type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter
+    weight = head.weight if plain and "forward" not in head.__dict__ else None
 
-    total: Tensor = _Chunked.apply(of_chunk, size, hidden_ND, *chosen.values())  # type: ignore[no-untyped-call]
+    def of_chunk(part_ND: Tensor, at: slice, total_VD: Tensor | None) -> Tensor:
+        if total_VD is None:
+            return loss_of(logits_of(model, part_ND), at)
+        with _forward_of(head, lambda x: _Head.apply(x, weight, total_VD)):  # type: ignore[no-untyped-call]
+            return loss_of(logits_of(model, part_ND), at)
+
+    place = list(chosen).index(id(weight)) if id(weight) in chosen else None
+    total: Tensor = _Chunked.apply(of_chunk, size, place, hidden_ND, *chosen.values())  # type: ignore[no-untyped-call]
     return total
+
+
+class _Head(torch.autograd.Function):
+    """Multiply by the weight of a plain head. The weight's GEMM of backward adds to a float32 sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_VD: Tensor, total_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_VD)
+        ctx.total_VD = total_VD
+        return F.linear(x, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (d,) = grad_outputs
+        x, weight_VD = (t.to(d.dtype) for t in ctx.saved_tensors)  # another dtype under autocast
+        d_NV, x_ND, total_VD = d.flatten(0, -2), x.flatten(0, -2), ctx.total_VD
+        if d.is_cuda:
+            torch.addmm(total_VD, d_NV.t(), x_ND, out_dtype=torch.float32, out=total_VD)
+        else:  # has no GEMM from bfloat16 to float32
+            total_VD.addmm_(d_NV.float().t(), x_ND.float())
+        return d @ weight_VD, None, None
 
 
 def _add(summed: list[Tensor | None], found: Sequence[Tensor | None], in_float32: bool) -> None:
@@ -120,20 +149,26 @@ def _add(summed: list[Tensor | None], found: Sequence[Tensor | None], in_float32
 
 
 class _Chunked(torch.autograd.Function):
-    """Differentiate each chunk in forward; backward hands out what forward summed."""
+    """Differentiate each chunk in forward; backward hands out what forward summed. place: the weight of a plain head
+    among the parameters, whose sum each chunk is given to add to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss_of: LossOf, size: int, hidden_ND: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss_of: Callable[..., Tensor], size: int, place: int | None, hidden_ND: Tensor, *parameters: Tensor
+    ) -> Tensor:
         differentiate = any(ctx.needs_input_grad)
         total = torch.zeros((), device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if differentiate else None
         summed: list[Tensor | None] = [None] * len(parameters)
         many = len(hidden_ND) > size
+        if place is not None and many and differentiate:
+            summed[place] = torch.zeros_like(parameters[place], dtype=torch.float32)
         for start in range(0, len(hidden_ND), size):
             at = slice(start, min(start + size, len(hidden_ND)))
             with torch.set_grad_enabled(differentiate):
                 part = hidden_ND[at].detach().requires_grad_(differentiate)
-                value = loss_of(part, at)
+                value = loss_of(part, at, None if place is None else summed[place])
             total += value.detach()
             if d_hidden_ND is None:
                 continue
@@ -149,7 +184,7 @@ class _Chunked(torch.autograd.Function):
         (grad,) = grad_outputs
         found = [ctx.d_hidden_ND, *ctx.summed]
         del ctx.d_hidden_ND, ctx.summed
-        return None, None, *(None if d is None else d.mul_(grad) for d in found)
+        return None, None, None, *(None if d is None else d.mul_(grad) for d in found)
 
 
 def next_tokens(ids_BT: Tensor, ignored: int | None = None) -> Tensor:
