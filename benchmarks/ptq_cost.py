@@ -159,12 +159,13 @@ def _gram_loss(size: Size, device: torch.device) -> None:
     for name, operand in (("bf16", torch.bfloat16), ("f32", torch.float32)):
         x = x_MK.to(operand).float()  # products of bfloat16 values are exact in float32
         h_KK = x.mT @ x / len(x)
+        off = float((h_KK.double() - exact).norm() / exact.norm())
         factor = gptq.factor(h_KK, 0.01, True)
-        weight = gptq.Weight(w_NK.float(), format.encode(w_NK), h_KK, factor.upper(), factor.order_K)
+        diagonal_K = factor.write_upper(h_KK)
+        weight = gptq.Weight(w_NK.float(), format.encode(w_NK), h_KK, diagonal_K, factor.order_K)
         (chosen,) = gptq.choose_codes([weight], format, w_NK.dtype)
         d = w_NK.double() - format.decode(chosen.encoded, w_NK.dtype).double()
         errors.append(float(((d @ exact) * d).sum()))
-        off = float((h_KK.double() - exact).norm() / exact.norm())
         print(f"gram of {name} operands: relative error {off:.1e}")
     print(f"error of the layer's output, bf16 over f32: {errors[0] / errors[1]:.5f}")
 

@@ -281,28 +281,17 @@ def groups(visit: Visit) -> list[list[str]]:
     return [names for _, names in found]
 
 
-def inputs(block: nn.Module, layer: nn.Module, calls: Iterable[Call]) -> Iterator[tuple[Tensor, Tensor | None] | None]:
-    """Yield what a layer is given in each call of its block, and the mask of tokens; None for a call without it."""
-    for call in calls_of(block, layer, calls):
-        yield None if call is None else (call.input, call.mask)
-
-
-def calls_of(block: nn.Module, module: nn.Module, calls: Iterable[Call]) -> Iterator[Call | None]:
-    """Yield the first call of a module inside of each call of its block; None where there is none.
-
-    The forward ends there.
-    """
+def call_of(block: nn.Module, module: nn.Module, call: Call) -> Call | None:
+    """Return the first call of a module inside of a call of its block, whose forward ends there; None without one."""
     seen: list[Any] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append((args, kwargs))
+        seen.append(Call(args, kwargs, call.mask))
         raise _Enough
 
-    for call in calls:
-        seen.clear()
-        with _hooked([(module, hook)]), suppress(_Enough):
-            call.run(block)
-        yield Call(seen[0][0], seen[0][1], call.mask) if seen else None
+    with _hooked([(module, hook)]), suppress(_Enough):
+        call.run(block)
+    return seen[0] if seen else None
 
 
 @contextmanager

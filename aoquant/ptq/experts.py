@@ -35,8 +35,8 @@ FACTOR_BYTES = 1 << 30  # of the factors that exist at once
 def in_order(visit: blocks.Visit, module: Any) -> list[str]:
     """Return the prepared parameters of a module in the order in which it multiplies by them."""
     found: list[str] = []
-    for call in blocks.calls_of(visit.block.module, module, visit.calls):
-        if call is not None:
+    for given in visit.calls:
+        if (call := blocks.call_of(visit.block.module, module, given)) is not None:
             with _showing(module, {name: _named(found, name) for name in module.stacks}):
                 call.run(module)
             if {*found} == {*module.stacks}:
@@ -83,16 +83,20 @@ def choose(
                     codes[e] = clip.encode(operand.format, encoded_NK, None, h_KK)
             except ValueError as error:
                 raise ValueError(f"{stack}, expert {e}: {error}. The model is unchanged") from None
+            diagonal_K = h_KK.diagonal()
             if factor is not None:
                 damping = max(damping, factor.damping)
                 if ahead_KK is not None:
                     target_NK = gptq.towards_float(target_NK, gptq.ahead(target_NK, ahead_KK), factor)
-                weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, factor.upper(), factor.order_K)))
-            else:
-                (once,) = gptq.missed(target_NK, h_KK, operand.decode(codes[e], values_in).float())
-                lost += grams[e].rows * once
-            (once,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
+                diagonal_K = factor.write_upper(h_KK)
+                weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, diagonal_K, factor.order_K)))
+            by_rounding_NK = gptq.decoded(operand.format, rounded, values_in)
+            (once,) = gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
             nearest += grams[e].rows * once
+            if factor is None:
+                values_NK = by_rounding_NK if codes[e] is rounded else gptq.decoded(operand.format, codes[e], values_in)
+                (once,) = gptq.missed(target_NK, h_KK, diagonal_K, values_NK)
+                lost += grams[e].rows * once
         if weights:
             made = gptq.choose_codes([w for _, w in weights], operand.format, values_in)
             for (e, _), best in zip(weights, made, strict=True):
@@ -150,12 +154,10 @@ def _grams(
         twin = whole.get_submodule(fqn[len(visit.block.fqn) :].lstrip("."))
     grams = [InputGram(k, weight.device, cross=twin is not None) for _ in range(len(weight))]
     tokens = 0
-    seen = blocks.calls_of(visit.block.module, module, visit.calls)
-    floats: Any = [None] * len(visit.calls)
-    if twin is not None:
-        floats = blocks.calls_of(whole, twin, visit.float_calls)
-    for given, call, float_call in zip(visit.calls, seen, floats, strict=True):
+    for i, given in enumerate(visit.calls):
         tokens += given.input.shape[:-1].numel() if given.mask is None else int(given.mask.sum())
+        call = blocks.call_of(visit.block.module, module, given)
+        float_call = None if twin is None else blocks.call_of(whole, twin, visit.float_calls[i])
         if call is None:
             continue
         if not isinstance(module, QATReadExperts):

@@ -15,7 +15,7 @@ Sources: Frantar et al. 2022 (GPTQ); Li et al. 2025 (GPTAQ) and Zhang et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,8 @@ from aoquant.ops.columns import round_columns
 ESCALATION = (1.0, 10.0, 100.0)  # times the damping that was asked for
 TABLE_BYTES = 1 << 27  # of the levels that exist at once
 LEAF = 1024  # rows of a matrix that LAPACK or cuSOLVER factorises whole
-STRIP = 512  # rows or columns of a float64 product that exist at a time
+STRIP = 512  # rows or columns of a product that exist at a time
+DECODED = 1 << 22  # values that are decoded at a time: on a GPU fused multiply-adds take ten float32 matrices
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,18 @@ class Factor:
     order_K: Tensor
     damping: float
 
-    def upper(self) -> Tensor:
-        """Return U (K, K) float32: U^T U is the inverse for the columns in order."""
-        k = len(self.order_K)
-        upper_KK = self.lower_KK.new_empty(k, k, dtype=torch.float32)
+    def write_upper(self, gram_KK: Tensor) -> Tensor:
+        """Write U, float32, from the diagonal of H on, and return H's diagonal: U^T U is the inverse for the columns in
+        order, and H is symmetric. So both take the memory of one.
+        """
+        diagonal_K, k = gram_KK.diagonal().clone(), len(gram_KK)
         for start in range(0, k, STRIP):
-            some = self.lower_KK[start : start + STRIP]
-            upper_KK[k - start - len(some) : k - start] = some.flip(0, 1)
-        return upper_KK
+            stop = min(start + STRIP, k)
+            u = self.lower_KK[k - stop : k - start, : k - start].flip(0, 1)
+            gram_KK[start:stop, stop:] = u[:, stop - start :]
+            own = gram_KK[start:stop, start:stop]
+            own.tril_(-1).add_(u[:, : stop - start].triu())
+        return diagonal_K
 
     def solve_(self, moved_NK: Tensor) -> Tensor:
         """Write moved_NK (H + damping)^-1 in the place of moved_NK, computed in float64, and return it."""
@@ -64,13 +69,14 @@ class Factor:
 @dataclass(frozen=True)
 class Weight:
     """A weight to round. target_NK: float32, what errors are measured against: the weight that `encoded` encodes, or
-    W*. encoded: its scales stay. gram_KK: H. upper_KK, order_K: of its factor.
+    W*. encoded: its scales stay. gram_KK, diagonal_K: H below its diagonal and U, and H's diagonal, as
+    `Factor.write_upper` leaves them. order_K: of the factor.
     """
 
     target_NK: Tensor
     encoded: Encoded
     gram_KK: Tensor
-    upper_KK: Tensor
+    diagonal_K: Tensor
     order_K: Tensor
 
 
@@ -168,14 +174,15 @@ def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) 
     found, together = [], max(1, step // n)
     for i in range(0, len(weights), together):
         some = weights[i : i + together]
-        upper_EKK = torch.stack([w.upper_KK for w in some]) if len(some) > 1 else some[0].upper_KK[None]
+        upper_EKK = torch.stack([w.gram_KK for w in some]) if len(some) > 1 else some[0].gram_KK[None]
         parts = [
             _rounded(some, upper_EKK, slice(first, min(first + step, n)), format, dtype) for first in range(0, n, step)
         ]
         del upper_EKK
         for w, *made in zip(some, *parts, strict=True):
             values_NK, codes_NK = (torch.cat(halves) for halves in zip(*made, strict=True))
-            nearest, error = missed(w.target_NK, w.gram_KK, format.decode(w.encoded, dtype).float(), values_NK)
+            nearest_NK = decoded(format, w.encoded, dtype)
+            nearest, error = missed(w.target_NK, w.gram_KK, w.diagonal_K, nearest_NK, values_NK)
             found.append(Chosen(packed(format, w.encoded, codes_NK), error, nearest))
     return found
 
@@ -184,8 +191,7 @@ def _rounded(
     weights: Sequence[Weight], upper_EKK: Tensor, some: slice, format: Format, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (values, codes) of some rows of each weight, (N, K) each."""
-    cut = (rows(w.encoded, some.start, some.stop, format.tile_rows) for w in weights)
-    levels = Levels.cat([Levels.of(format, e, dtype) for e in cut])
+    levels = Levels.cat([Levels.of(format, e, dtype) for w in weights for _, e in _cut(format, w.encoded, some)])
     orders = [w.order_K for w in weights]
     left_EKN = torch.stack([w.target_NK[some].t()[order] for w, order in zip(weights, orders, strict=True)])
     made = zip(orders, *round_columns(left_EKN, upper_EKK, torch.stack(orders), levels), strict=True)
@@ -196,12 +202,38 @@ def _rounded(
     return found
 
 
-def _energy(d_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return tr(d H d^T), the square of x d^T."""
-    return float(((d_NK @ gram_KK) * d_NK).sum(dtype=torch.float64))
+def decoded(format: Format, e: Encoded, dtype: torch.dtype) -> Tensor:
+    """Return what e stands for in `dtype`, as float32 (N, K)."""
+    made_NK = torch.empty(len(e.codes), e.k, dtype=torch.float32, device=e.codes.device)
+    for at, some in _cut(format, e, slice(0, len(e.codes))):
+        made_NK[at] = format.decode(some, dtype)
+    return made_NK
 
 
-def missed(target_NK: Tensor, gram_KK: Tensor, *found_NK: Tensor) -> list[float]:
-    """Return the squared error of x Q^T over the square of x W^T for each Q, from the Gram matrix of x."""
-    square = max(_energy(target_NK, gram_KK), 1e-300)
-    return [_energy(target_NK - q_NK, gram_KK) / square for q_NK in found_NK]
+def _cut(format: Format, e: Encoded, some: slice) -> Iterator[tuple[slice, Encoded]]:
+    """Yield some rows of e, as many at a time as are decoded at once."""
+    step = max(1, DECODED // (e.k * format.tile_rows)) * format.tile_rows
+    for first in range(some.start, some.stop, step):
+        last = min(first + step, some.stop)
+        yield slice(first, last), rows(e, first, last, format.tile_rows)
+
+
+def _energy(d_NK: Tensor, gram_KK: Tensor, diagonal_K: Tensor) -> float:
+    """Return tr(d H d^T), the square of x d^T. Of gram_KK the columns below the diagonal are read."""
+    total = torch.zeros((), dtype=torch.float64, device=d_NK.device)
+    for start in range(0, len(gram_KK), STRIP):
+        stop = start + STRIP
+        own = gram_KK[start:stop, start:stop].tril(-1)
+        own = own + own.mT + diagonal_K[start:stop].diag()
+        d_NS = d_NK[:, start:stop]
+        moved_NS = (d_NK[:, stop:] @ gram_KK[stop:, start:stop]).mul_(2.0).addmm_(d_NS, own)
+        total += moved_NS.mul_(d_NS).sum(dtype=torch.float64)
+    return float(total)
+
+
+def missed(target_NK: Tensor, gram_KK: Tensor, diagonal_K: Tensor, *found_NK: Tensor) -> list[float]:
+    """Return the squared error of x Q^T over the square of x W^T for each Q, from the Gram matrix of x: gram_KK below
+    its diagonal, and diagonal_K.
+    """
+    square = max(_energy(target_NK, gram_KK, diagonal_K), 1e-300)
+    return [_energy(target_NK - q_NK, gram_KK, diagonal_K) / square for q_NK in found_NK]

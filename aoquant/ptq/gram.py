@@ -25,8 +25,10 @@ class InputGram:
         self.ahead_KK = torch.zeros_like(self.total_KK) if cross else None
         self.rows = 0
 
-    def add(self, x_MK: Tensor, float_MK: Tensor | None) -> None:
-        """Add rows of the quantised model and the same rows of the float model."""
+    def add(self, x_MK: Tensor | None, float_MK: Tensor | None) -> None:
+        """Add rows of the quantised model, if there are any, and the same rows of the float model."""
+        if x_MK is None:
+            return
         operand = torch.bfloat16 if x_MK.is_cuda else torch.float32
         x = x_MK.to(operand)
         ahead = None if self.ahead_KK is None or float_MK is None else float_MK.to(operand)
@@ -51,10 +53,10 @@ class InputGram:
         for start in range(0, len(h_KK), STRIP):
             strip = slice(start, start + STRIP)
             h_KK[: strip.start, strip] = h_KK[strip, : strip.start].mT
-        if not h_KK.isfinite().all():
-            raise ValueError(
-                "its input holds NaN or Inf: look for it in the batches or in the weights before the layer"
-            )
+            if not h_KK[strip, : strip.stop].isfinite().all():
+                raise ValueError(
+                    "its input holds NaN or Inf: look for it in the batches or in the weights before the layer"
+                )
         return h_KK, None if self.ahead_KK is None else self.ahead_KK.div_(self.rows).sub_(h_KK)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -317,61 +317,65 @@ class _Run:
             scales = self.layers[fqn].held_scales("weight")
             matrix = None if scales is None else scales.transform
             encoded[fqn] = operand.transformed(self.layers[fqn].matrix().detach(), matrix)
-        gram = self._gram(visit, members[0], first)
-        tokens = gram.rows
+        rounded = {fqn: self.layers[fqn].encode_weight() for fqn in members}
         # A Gram matrix is as large as the inputs of a block: each is freed when what follows from it is there.
-        try:
+        with _refused(members[0]):
+            gram = self._gram(visit, members[0], first)
+            tokens = gram.rows
             h_KK, ahead_KK = gram.mean()
-            del gram
-            if chooses and ahead_KK is not None:
-                moved = {fqn: gptq.ahead(w_NK, ahead_KK) for fqn, w_NK in encoded.items()}
-            del ahead_KK
-            factor = gptq.factor(h_KK, self.config.damping, self.config.act_order) if chooses else None
-        except ValueError as error:
-            raise ValueError(f"{members[0]}: {error}. The model is unchanged") from None
-        damping, few = 0.0 if factor is None else factor.damping, tokens < len(h_KK) and (chooses or clips)
+        del gram
+        if chooses and ahead_KK is not None:
+            moved = {fqn: gptq.ahead(w_NK, ahead_KK) for fqn, w_NK in encoded.items()}
+        del ahead_KK
+        codes = dict(rounded)
+        for fqn in members if clips else ():
+            with _refused(fqn, "Leave out clip. "):
+                codes[fqn] = clip.encode(operand.format, encoded[fqn], self.layers[fqn].held_scales("weight"), h_KK)
+        diagonal_K, order_K, damping = h_KK.diagonal(), None, 0.0
+        if chooses:
+            with _refused(members[0]):
+                factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
+            moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor) for fqn, of_NK in moved.items()}
+            diagonal_K, order_K, damping = factor.write_upper(h_KK), factor.order_K, factor.damping
+            del factor
+        few = tokens < len(h_KK) and (chooses or clips)
         if damping > self.config.damping:
             notes.append(f"needed damping {damping:g}")
         if few:
             notes.append(f"saw {tokens} tokens for K = {len(h_KK)}")
-        if factor is not None:
-            moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor) for fqn, of_NK in moved.items()}
-            upper_KK, order_K = factor.upper(), factor.order_K
-            del factor
         for fqn in members:
-            layer, target_NK = self.layers[fqn], moved.pop(fqn, encoded[fqn].float())
+            layer, e, target_NK = self.layers[fqn], codes[fqn], moved.pop(fqn, encoded[fqn].float())
             values_in = layer.weight.dtype if operand.transform is None else torch.float32
-            e = rounded = layer.encode_weight()
-            if clips:
-                try:
-                    e = clip.encode(operand.format, encoded[fqn], layer.held_scales("weight"), h_KK)
-                except ValueError as problem:
-                    raise ValueError(f"{fqn}: {problem}. Leave out clip. The model is unchanged") from None
             lost = nearest = None
-            if chooses:
-                weight = gptq.Weight(target_NK, e, h_KK, upper_KK, order_K)
+            if order_K is not None:
+                weight = gptq.Weight(target_NK, e, h_KK, diagonal_K, order_K)
                 (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
                 e, lost, nearest = chosen.encoded, chosen.error, None if clips else chosen.nearest
             if lost is None:
-                (lost,) = gptq.missed(target_NK, h_KK, operand.decode(e, values_in).float())
+                (lost,) = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, e, values_in))
             if nearest is None:
-                (nearest,) = gptq.missed(target_NK, h_KK, operand.decode(rounded, values_in).float())
+                by_rounding_NK = gptq.decoded(operand.format, rounded[fqn], values_in)
+                (nearest,) = gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
             row = PTQRow(fqn, operand.name, tokens, lost, nearest, damping, "; ".join(notes), int(few))
-            self._place(fqn, None if e is rounded else e, row)
+            self._place(fqn, None if e is rounded[fqn] else e, row)
 
     def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> InputGram:
         """Return the Gram matrices of a layer's input."""
         gram = InputGram(layer.matrix().shape[1], layer.weight.device, cross=visit.twin is not None)
-        seen = blocks.inputs(visit.block.module, layer, visit.calls)
-        floats: Iterable[Any] = [None] * len(visit.calls)
-        if visit.twin is not None:
-            inside = fqn[len(visit.block.fqn) :].lstrip(".")
-            floats = blocks.inputs(visit.twin, visit.twin.get_submodule(inside), visit.float_calls)
-        for found, float_found in zip(seen, floats, strict=True):
-            if found is not None:
-                x, mask = found
-                gram.add(multiplied(layer, x, mask), float_found and multiplied(layer, *float_found, rounded=False))
+        inside = fqn[len(visit.block.fqn) :].lstrip(".")
+        for i in range(len(visit.calls)):
+            gram.add(*self._rows(visit, inside, layer, i))
         return gram
+
+    def _rows(self, visit: blocks.Visit, inside: str, layer: QATLinear, i: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return what a layer multiplies its weight by in call i of its block, and in that of the float block."""
+        call, float_call = blocks.call_of(visit.block.module, layer, visit.calls[i]), None
+        if visit.twin is not None:
+            float_call = blocks.call_of(visit.twin, visit.twin.get_submodule(inside), visit.float_calls[i])
+        return (
+            call and multiplied(layer, call.input, call.mask),
+            float_call and multiplied(layer, float_call.input, float_call.mask, rounded=False),
+        )
 
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
         """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
@@ -400,6 +404,15 @@ class _Run:
                 f"{fqn}: {operand_name(layer)}: no {str(layer.weight.dtype).removeprefix('torch.')} weight gives these codes: calibrate "
                 "the model in float32. The model is unchanged"
             )
+
+
+@contextmanager
+def _refused(fqn: str, advice: str = "") -> Iterator[None]:
+    """Name a layer in what is refused inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}. {advice}The model is unchanged") from None
 
 
 def _few_tokens(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.meters import peak_bytes
 from support.models import llama
 from torch import Tensor, nn
 
+from aoquant import CalibrateConfig, calibrate_ptq
 from aoquant.formats import get_format
 from aoquant.formats.columns import Levels
 from aoquant.ops import columns
@@ -32,8 +34,9 @@ def test_a_factor_by_halves_is_that_of_the_inverse(k: int, act_order: bool, monk
     damped = h.double()
     damped.diagonal().add_(0.01 * damped.diagonal().mean())
     inverse = torch.linalg.inv(damped)
-    upper = f.upper()
-    assert torch.equal(upper, upper.triu())
+    both = h.clone()
+    assert torch.equal(f.write_upper(both), h.diagonal()) and torch.equal(both.tril(-1), h.tril(-1))
+    upper = both.triu()
     assert torch.allclose((upper.mT @ upper).double(), inverse[f.order_K][:, f.order_K], rtol=1e-4, atol=1e-7)
     m = torch.randn(5, k, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(f.solve_(m.clone()), m @ inverse, rtol=1e-9, atol=1e-9)
@@ -74,7 +77,7 @@ def test_weights_that_are_rounded_together_have_the_codes_of_each_alone() -> Non
         w = torch.randn(24, 160, generator=torch.Generator().manual_seed(seed))
         h = gram_of(160 + seed)[1][:160, :160].contiguous()
         factor = gptq.factor(h, 0.01, True)
-        weights.append(gptq.Weight(w, f.encode(w), h, factor.upper(), factor.order_K))
+        weights.append(gptq.Weight(w, f.encode(w), h, factor.write_upper(h), factor.order_K))
     alone = [gptq.choose_codes([w], f, torch.float32)[0] for w in weights]
     together = gptq.choose_codes(weights, f, torch.float32)
     for a, b in zip(alone, together, strict=True):
@@ -147,3 +150,26 @@ def test_blocks_whose_arguments_follow_from_outputs_are_run() -> None:
         got = blocks._captured(model, chain, [x], None)
         wanted = model.layers[0](x, x.norm()).norm()
     assert torch.equal(got["layers.1"][0].args[1], wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens for K")
+@pytest.mark.parametrize("asymmetric", [True, False])
+def test_a_wide_layer_takes_three_gram_matrices(asymmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H in float32 and its factor in float64: U takes the place of what H says twice, and C is gone by then."""
+    for owner, name in ((gptq, "STRIP"), (gptq, "LEAF"), (gram, "STRIP")):
+        monkeypatch.setattr(owner, name, 16)
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 8)), [torch.randn(16, 8)]
+    config = CalibrateConfig("int4-g32", asymmetric=asymmetric)
+    peak = peak_bytes(lambda: calibrate_ptq(model, batches, config, filter_fn=lambda m, fqn: fqn == "1"))
+    assert 3 < peak / (4 * 256 * 256) < 3.5
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4"])
+def test_a_weight_is_decoded_a_few_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gptq, "DECODED", 4096)
+    f, w = get_format(name), torch.randn(1024, 512, generator=torch.Generator().manual_seed(0))
+    e, found = f.encode(w), list[Tensor]()
+    peak = peak_bytes(lambda: found.append(gptq.decoded(f, e, torch.bfloat16)))
+    assert torch.equal(found[0], f.decode(e, torch.bfloat16).float())
+    assert w.nbytes <= peak < 1.3 * w.nbytes

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from aoquant.ops import codec
@@ -61,21 +61,21 @@ class Made(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[StorageWeakRef, int, int]] = []
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}  # by their addresses
 
     def add(self, t: Tensor) -> None:
-        self.found.append((StorageWeakRef(t.untyped_storage()), _key(t), t.untyped_storage().nbytes()))
+        self.found[_key(t)] = StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor):
+            if isinstance(t, Tensor) and not is_traceable_wrapper_subclass(t):  # its parts are made by other calls
                 self.add(t)
         return out
 
     def alive(self, *, without: set[int] = frozenset()) -> int:  # type: ignore[assignment]
         """Return the bytes that still live, each storage once."""
-        return sum({k: n for r, k, n in self.found if not r.expired() and k not in without}.values())
+        return sum(n for k, (r, n) in self.found.items() if not r.expired() and k not in without)
 
 
 def alive(module: nn.Module, run: Run, x: Tensor) -> int:
@@ -120,7 +120,7 @@ class _Peak(Made):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.found = [entry for entry in self.found if not entry[0].expired()]
+        self.found = {k: (r, n) for k, (r, n) in self.found.items() if not r.expired()}
         self.peak = max(self.peak, self.alive())
         return out
 
