@@ -212,12 +212,14 @@ def test_the_kernel_is_near_float64(kernel: torch.device, dtype: torch.dtype, vo
 
 @pytest.mark.parametrize("vocabulary", [7, 9000])
 def test_the_kernel_treats_what_is_not_finite_as_torch_does(kernel: torch.device, vocabulary: int) -> None:
-    """Student, teacher and both rule out a token, then every token; then there is a NaN, and an infinite logit."""
+    """Student, teacher and both rule out a token; either has a NaN, or an infinite logit; either rules out every token,
+    the student also where the teacher leaves one.
+    """
     student, teacher = torch.randn(2, 10, vocabulary, device=kernel)
     for row, value in enumerate((-torch.inf, torch.nan, torch.inf)):
         student[3 * row, 2], teacher[3 * row + 1, 2] = value, value
     student[2, 2], teacher[2, 2] = -torch.inf, -torch.inf
-    student[5], teacher[8] = -torch.inf, -torch.inf
+    student[[5, 9]], teacher[8], teacher[9, 1:] = -torch.inf, -torch.inf, -torch.inf
     for row in range(len(student)):
         one, other = student[row : row + 1].requires_grad_(), teacher[row : row + 1]
         loss = losses.kl_divergence(one, other)
