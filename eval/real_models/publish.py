@@ -252,8 +252,8 @@ def kv_table(about: str, lines: Sequence[Line], file: str) -> list[str]:
     (plain,) = only(lines, stage="float")
     ptq = sorted(only(lines, stage="ptq"), key=lambda line: float(line["wikitext_kl"]))
     alone = [line for line in ptq if line["row"].startswith("kv-")]
-    heads = ("rate", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted", "greedy answers that change")
-    base = ("", cell([plain], PERPLEXITY), "", "0.0000", "", "", "")
+    heads = ("rate", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "prepared == converted")
+    base = ("", cell([plain], PERPLEXITY), "", "0.0000", "", "")
     found = [("high precision", "16.00", *base)]
     found += [(cache_of(line), f"{float(line['bits']):.2f}", *kv_scores(line, lines)) for line in alone]
     made = [table(("cache", "bits", *heads), found)]
@@ -287,13 +287,10 @@ def cache_of(line: Line) -> str:
 def kv_scores(untrained: Line, lines: Sequence[Line]) -> tuple[str, ...]:
     """Return the scores of a row before and after training, over seeds."""
     of = only(lines, row=untrained["row"], stage="qat")
-    counted = [line for line in of if line["prompts"]]
-    changed = (sum(int(line[name]) for line in counted) for name in ("prompts_changed", "prompts"))
     return (
         "/".join(dict.fromkeys(line["rate"] for line in of)), cell([untrained], PERPLEXITY), cell(of, PERPLEXITY),
         cell([untrained], "wikitext_kl", ".4f"),
         cell(of, "wikitext_kl", ".4f"), ("yes" if all(line["equal"] == "True" for line in of) else "no") if of else "",
-        " of ".join(map(str, changed)) if counted else "",
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
     alone, with_layers, said = publish.kv_table("A model", lines(tmp_path / "r.csv"), "r.csv")
     assert "| `fp8`, queries too | 8.00 | 0.001 |" in alone and "`int4-token-head` | 6.00" in alone
     assert "| `vllm-w4a16-g32` | `fp8` | 0.001 |" in with_layers
-    assert alone.count("±") == 4 and with_layers.count("±") == 2 and alone.count("| yes | 0 of 2 |") == 2
+    assert alone.count("±") == 4 and with_layers.count("±") == 2 and alone.count("| yes |") == 2
     said = " ".join(said.split())
     assert "512 tokens" in said and "up to 2 seeds" in said and "Nothing was trained" not in said
 
