@@ -194,13 +194,6 @@ def _mixed(y: Tensor, *, signs_first: bool) -> Tensor:
     return rows.view(y.shape)
 
 
-def rotation(d: int, device: torch.device) -> Tensor:
-    """Return the (d, d) float32 matrix by which int4-token-head multiplies a row before it rounds: +-1, and zeros
-    between blocks.
-    """
-    return _mixed(torch.eye(d, device=device), signs_first=True)
-
-
 def _write_int4(y: Tensor) -> tuple[Tensor, Tensor]:
     low, high = y.amin(-1), y.amax(-1)
     s = quotient(high - low, 15.0).clamp(min=LEAST)

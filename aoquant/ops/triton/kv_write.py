@@ -46,7 +46,7 @@ def _signs(BITS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _butterflies(y, ROWS: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr):
+def butterflies(y, ROWS: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr):
     """(ROWS, PADDED) float32 -> Sylvester's matrix times blocks of 2^STEPS, in the reference's order."""
     for i in tl.static_range(STEPS):
         pairs = tl.permute(tl.reshape(y, (ROWS, PADDED // (2 << i), 2, 1 << i)), (0, 1, 3, 2))
@@ -98,7 +98,7 @@ def _write(
         value = value * s[:, None]
     elif KIND == "int4-token-head":
         sign = _signs(BITS, PADDED, BLOCK)
-        y = _butterflies(y * sign, ROWS, PADDED, STEPS).to(x_ptr.dtype.element_ty).to(tl.float32)
+        y = butterflies(y * sign, ROWS, PADDED, STEPS).to(x_ptr.dtype.element_ty).to(tl.float32)
         low = tl.min(tl.where(column, y, float("inf")), axis=1)
         high = tl.max(tl.where(column, y, float("-inf")), axis=1)
         s = tl.maximum((high - low) / 15.0, 1e-6)
@@ -115,7 +115,7 @@ def _write(
         bits = (float_bits(s) & -16) | z
         value = (code.to(tl.float32) - zero_point) * bits_float(bits & -16)[:, None]
         if VALUES:
-            value = _butterflies(value, ROWS, PADDED, STEPS) * sign * (1.0 / BLOCK)
+            value = butterflies(value, ROWS, PADDED, STEPS) * sign * (1.0 / BLOCK)
         s = bits_float(bits)
     else:
         top = 448.0 if KIND == "fp8-token-head" else 127.0
