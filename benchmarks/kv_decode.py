@@ -107,7 +107,7 @@ def check_attention(name: str) -> Row:
         p = (q.double() @ k.mT * DIM**-0.5).softmax(-1)
         error = ((got.double() - (p @ v).transpose(1, 2)).abs() - 1e-6).clamp(min=0)  # a rotated 0 is 1e-8 or so
         worst = max(worst, (error / (p @ v.abs()).transpose(1, 2).clamp(min=1e-30)).max().item())
-    bound = 2.0**-4 if name.startswith("int4") else 2.0**-7  # of sum p |v|; int4 also rounds rotated queries
+    bound = 2.0**-7  # of sum p |v|
     assert worst <= bound, f"{name}: attention differs by {worst} of sum p |v|, and {bound} was allowed"
     return {"part": "attention", "format": name, "error": worst, "bound": bound}
 
@@ -227,7 +227,8 @@ def measure_steps(formats: list[str], batch: int, tokens: int, rounds: int) -> l
         eager[name] = stepping(made, cache, batch)
         peaks[name] = peak(eager[name])
     rows = []
-    for part, runs in (("step eager", eager), ("step graph", {n: captured(run) for n, run in eager.items()})):
+    # graphs first: eager steps may move a cache that has no room left, and a graph would go on with the old memory
+    for part, runs in (("step graph", {n: captured(run) for n, run in eager.items()}), ("step eager", eager)):
         for row in timed(part, runs, batch, tokens, rounds):
             name = row["format"]
             more = {"cache_MiB": stored[name] / 2**20, "peak_MiB": peaks[name] / 2**20} if part == "step eager" else {}
