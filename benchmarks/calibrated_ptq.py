@@ -79,19 +79,25 @@ def _config(name: str) -> Any:
     return PackedWeightConfig(weight, activation or None)
 
 
+def llm_compressor(model: Any, ids_BT: Tensor, modifier: str = "GPTQModifier") -> None:
+    """Quantise a model in place by one of llm-compressor's modifiers, at its defaults."""
+    oneshot = importlib.import_module("llmcompressor").oneshot
+    made = getattr(importlib.import_module("llmcompressor.modifiers.quantization"), modifier)
+    rows = {"input_ids": ids_BT.tolist(), "attention_mask": torch.ones_like(ids_BT).tolist()}
+    data = importlib.import_module("datasets").Dataset.from_dict(rows)
+    recipe = made(targets="Linear", scheme=PEERS, ignore=["lm_head"])
+    oneshot(
+        model=model, dataset=data, recipe=recipe, max_seq_length=ids_BT.shape[1], num_calibration_samples=len(ids_BT)
+    )
+
+
 def _calibrated(model: Any, method: str, config: Any, batches: list[dict[str, Tensor]], tokenizer: Any) -> Any:
     """Return the model, quantised by a method or by another library."""
     ids_BT = torch.cat([batch["input_ids"] for batch in batches])
     if method == "nearest":
         quantize_(model, config)
     elif method == "llm-compressor":
-        oneshot = importlib.import_module("llmcompressor").oneshot
-        gptq = importlib.import_module("llmcompressor.modifiers.quantization").GPTQModifier
-        rows = {"input_ids": ids_BT.tolist(), "attention_mask": torch.ones_like(ids_BT).tolist()}
-        data = importlib.import_module("datasets").Dataset.from_dict(rows)
-        recipe = gptq(targets="Linear", scheme=PEERS, ignore=["lm_head"])
-        limits = {"max_seq_length": ids_BT.shape[1], "num_calibration_samples": len(ids_BT)}
-        oneshot(model=model, dataset=data, recipe=recipe, **limits)
+        llm_compressor(model, ids_BT)
     elif method.startswith("auto-round-"):
         limits = {"iters": int(method.rpartition("-")[2]), "nsamples": len(ids_BT), "seqlen": ids_BT.shape[1]}
         options = {"scheme": PEERS, "dataset": list(ids_BT.split(1)), "batch_size": len(batches[0]["input_ids"])}

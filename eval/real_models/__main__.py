@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     o = parser.parse_args(arguments)
     o.command = shlex.join(["python", "eval/real_models", *(sys.argv[1:] if arguments is None else arguments)])
     o.commit, o.until, o.embedding = commit(), BEGAN + o.limit, worker.is_embedding(o.model)
-    if o.embedding and any("+" in name for name in o.rows or ()):
+    if o.embedding and any("+" in name or name in rows.PEERS for name in o.rows or ()):
         parser.error("calibrated PTQ is of language models: an embedding model's blocks are padded")
     o.threads = max(1, (os.cpu_count() or 1) // max(1, o.jobs))
     worker.widen(o.csv)

@@ -34,6 +34,7 @@ Line = dict[str, str]
 TOKENS = "500000"
 PERPLEXITY = "wikitext_word_perplexity"
 HEADLINES = ("int4-g128", "vllm-w4a16-g128", "gguf-q4_0", "nvfp4", "mxfp4", "fp8")
+PEER = "vllm-w4a16-g128"  # which has the format of `rows.PEERS`
 PAGE, KV_PAGE = "docs/evidence/real-models.md", "docs/kv-cache.md"
 KV_MODELS = {
     "gemma": "Gemma 3 270M (one key-value head of 256 values)",
@@ -75,6 +76,7 @@ def quantised(lines: Sequence[Line], tokens: str = TOKENS) -> list[tuple[str, Li
     found = [
         (untrained["row"], untrained, only(lines, row=untrained["row"], stage="qat", served="", tokens=tokens))
         for untrained in only(lines, stage="ptq")
+        if untrained["row"] not in rows.PEERS
     ]
     return sorted(found, key=lambda row: (not row[2], average(row[2] or [row[1]], PERPLEXITY)))
 
@@ -203,6 +205,16 @@ def exactness(lines: Sequence[Line]) -> str:
     return table(("served as", "trained as", "as trained", "as served", "drift", "greedy answers that change"), made)
 
 
+def beside(lines: Sequence[Line]) -> str:
+    """Return the table of aoquant's PTQ beside other tools', in one format."""
+    ours = {PEER: ("aoquant", "nearest"), f"{PEER}+gptq": ("aoquant", "gptq")}
+    named = ours | {name: tuple(name.rsplit("-", 1)) for name in rows.PEERS}
+    scores = {PERPLEXITY: ".2f", "wikitext_kl": ".3f", "wikitext_top1": ".3f", "other_word_perplexity": ".2f"}
+    found = [(name, only(lines, row=name, stage="ptq")) for name in named]
+    made = [(*named[name], *(cell(of, score, form) for score, form in scores.items())) for name, of in found if of]
+    return table(("tool", "method", "perplexity", "KL", "top-1", "other text"), made)
+
+
 def tasks(lines: Sequence[Line]) -> str:
     """Return the table of lm-eval's tasks; rows that were not scored on them are left out."""
     scored = [line for line in lines if line.get("ruler_fwe")]
@@ -323,6 +335,7 @@ def contents(gemma: Sequence[Line], minilm: Sequence[Line]) -> dict[str, Any]:
         "rows": f"{all_rows(gemma)}\n\n{wrapped(source(gemma))}",
         "floats": floats(gemma),
         "exactness": exactness(gemma),
+        "other tools": beside(gemma),
         "embeddings": embeddings(minilm),
     }
 

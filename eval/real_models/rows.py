@@ -8,7 +8,8 @@ same grid: the kernel or file that aoquant's row of that recipe was trained for.
 `int4-g128+r1+r2+gptq`, is a recipe whose PTQ is calibrated on training blocks, and whose QAT starts from these codes
 under held scales. Neither kind is run unless it is named. `NAME@RECIPE` has embedding and head under another recipe:
 the PTQ of `gguf-q4_0@gguf-q8_0` is what llama.cpp's own quantiser writes as Q4_0 of a model whose width is no multiple
-of 256, block for block; others get Q6_K there.
+of 256, block for block; others get Q6_K there. `PEERS` are llm-compressor's PTQ, in the format of `vllm-w4a16-g128`;
+they run where its package is installed, if they are named.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SERVED = {
     "int8-int4": ("int8-int4",), "fp8": ("fp8",), "mxfp4": ("mxfp4",),
 }  # fmt: skip
 FLOATS = ("float-ce", "float-kl")
+PEERS = {"llm-compressor-nearest": "QuantizationModifier", "llm-compressor-gptq": "GPTQModifier"}  # its classes
 KV = tuple(f"kv-{name}" for name in (*KV_NAMES, "fp8-query"))
 EMBEDDING = (
     "fp8", "int8", "mxfp8", "vllm-fp8", "vllm-int8", "gguf-q8_0", "int4-g32", "int4-g128", "vllm-w4a16-g32",
@@ -44,6 +46,8 @@ def row(name: str) -> Row:
     """Return the row of a name. Raises ValueError for a name that is none."""
     if name in ("float", *FLOATS):
         return Row(name, "", "float")
+    if name in PEERS:
+        return Row(name, "", "peer", PEERS[name])
     layers, kv, cache = name.rpartition("kv-")
     if kv + cache in KV and name not in {recipe.name for recipe in list_recipes()}:
         if layers:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from experiments.rows import Row
-from experiments.students import Student, weight_bits
+from experiments.students import CALIBRATION, Student, weight_bits
 from graphed import graphed
 from provenance import provenance
 from safetensors import safe_open
@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from aoquant.integrations.finetune import master_adamw, order_of_blocks, rate_at
 from aoquant.kv import hook
-from real_models import rows
+from real_models import peers, rows
 from real_models.causal import CausalLM
 from real_models.embedding import Embedding
 from real_models.tasks import ANSWER, Tasks
@@ -86,6 +86,8 @@ def missing(o: Any, row: Row, seed: int, done: list[dict[str, str]]) -> list[dic
     trained = {"loss": loss, "tokens": o.tokens, "rate": o.rate, "seed": seed}
     if row.name == "float":
         wanted = [untrained | {"stage": "float"}]
+    elif row.kind == "peer":
+        wanted = [untrained] if seed == o.seeds[0] else []
     else:
         served = ("torchao", *rows.SERVED[row.recipe]) if row.kind == "torchao" else ("",)
         wanted = [untrained] if row.kind == "aoquant" and seed == o.seeds[0] else []
@@ -128,6 +130,9 @@ class Worker:
             self._trained(row, student, trained)
 
     def _untrained(self, row: Row, student: Student) -> dict[str, Any]:
+        if row.kind == "peer":
+            model = peers.quantised(self.float_model, student.blocks_BT[:CALIBRATION], row.recipe)
+            return self.task.score(model) | self._answers(model)
         model = self.float_model if row.kind == "float" else student.ptq()
         found = self.task.score(model) | self._answers(model)
         return {**found, "bits": weight_bits(model, self.float_model)}

@@ -143,6 +143,35 @@ def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:
         real.main([*map(str, given), "--rows", "int3-g32+best"])
 
 
+def test_rows_of_other_tools(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool sees the blocks of calibrated PTQ, and what it writes is scored; no table of recipes has its rows."""
+    peers, publish = (importlib.import_module(f"real_models.{name}") for name in ("peers", "publish"))
+    llama().save_pretrained(tmp_path / "model")
+    texts = save_texts(tmp_path / "t.safetensors", train=160, wikitext=3, other=2, validation=2)
+    seen: dict[str, Tensor] = {}
+
+    def halved(model: Any, ids_BT: Tensor, modifier: str) -> None:
+        seen[modifier] = ids_BT
+        model.model.layers[0].mlp.down_proj.weight.data.div_(2)
+
+    monkeypatch.setattr(peers, "llm_compressor", halved)
+    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
+    given += ["--tokens", "512", "--batch", "4", "--block", "32", "--device", "cpu", "--seeds", "0", "1"]
+    real.main([*map(str, given), "--rows", "llm-compressor-gptq"])
+    base, made = lines(tmp_path / "r.csv")
+    assert (made["row"], made["stage"], made["error"]) == ("llm-compressor-gptq", "ptq", "")
+    assert float(base["wikitext_kl"]) == 0 < float(made["wikitext_kl"])
+    causal = importlib.import_module("real_models.causal").CausalLM(llama(), texts, BOS, 4, 32)
+    assert torch.equal(seen["GPTQModifier"], causal.blocks_BT[:128]) and len(seen) == 1
+    ours = made | {"row": publish.PEER, "bits": "4.125"}
+    scores = " | ".join(f"{float(made[name]):{form}}" for name, form in (
+        ("wikitext_word_perplexity", ".2f"), ("wikitext_kl", ".3f"), ("wikitext_top1", ".3f"),
+        ("other_word_perplexity", ".2f")))  # fmt: skip
+    table = publish.beside([base, made, ours]).split("\n")
+    assert table[2:] == [f"| aoquant | nearest | {scores} |", f"| llm-compressor | gptq | {scores} |"]
+    assert publish.all_rows([base, made, ours]) == publish.all_rows([base, ours])
+
+
 def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
