@@ -21,7 +21,7 @@ from calibrated_ptq import llm_compressor
 
 
 def quantised(float_model: Any, blocks_BT: Tensor, modifier: str) -> Any:
-    """Return the float model as llm-compressor's class `modifier` quantises it. blocks_BT: token ids to calibrate on."""
+    """Return a model quantised by llm-compressor's class `modifier`. blocks_BT: token ids to calibrate on."""
     model = copy.deepcopy(float_model).cpu()  # it moves layers to the GPU itself
     llm_compressor(model, blocks_BT, modifier)
     with tempfile.TemporaryDirectory() as folder:
