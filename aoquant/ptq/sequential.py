@@ -373,8 +373,8 @@ class _Run:
         if visit.twin is not None:
             float_call = blocks.call_of(visit.twin, visit.twin.get_submodule(inside), visit.float_calls[i])
         return (
-            call and multiplied(layer, call.input, call.mask),
-            float_call and multiplied(layer, float_call.input, float_call.mask, rounded=False),
+            None if call is None else multiplied(layer, call.input, call.mask),
+            None if float_call is None else multiplied(layer, float_call.input, float_call.mask, rounded=False),
         )
 
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
