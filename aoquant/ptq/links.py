@@ -10,6 +10,7 @@ holds. A channel that is read elsewhere, or goes through a norm or an activation
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,15 +72,17 @@ def bare(norm: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor
 
 
 def offset(norm: Any) -> float | None:
-    """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for another one."""
+    """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for another one, such as one that
+    takes more than a tensor.
+    """
     weight: Tensor = norm._parameters["weight"]
     x = torch.linspace(-1, 1, len(weight), device=weight.device, dtype=weight.dtype)[None]
     bias = norm._parameters.get("bias")
     fixed = {} if bias is None else {"bias": torch.zeros_like(bias)}
-    try:
-        none, one = (bare(norm, fixed | {"weight": torch.full_like(weight, c)}, x) for c in (0, 1))
-    except (TypeError, RuntimeError):
+    taken = inspect.signature(norm.forward).parameters.values()
+    if sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken) > 1:
         return None
+    none, one = (bare(norm, fixed | {"weight": torch.full_like(weight, c)}, x) for c in (0, 1))
     if not none.any():
         return 0.0
     return 1.0 if torch.allclose(2 * none, one, rtol=1e-2) else None

@@ -323,3 +323,19 @@ def test_layers_that_the_first_batch_does_not_reach_are_in_no_link() -> None:
     found = links.find(_Towers(), torch.randn(2, 5, 16))
     assert "text.v_proj" in [link.source for link in found.links]
     assert not [link for link in found.links if any(n.startswith("vision") for n in (link.source, *link.layers))]
+
+
+def test_an_error_of_a_norm_is_no_verdict() -> None:
+    """A norm that takes more than a tensor is another one; one that fails says why."""
+
+    class Gated(nn.LayerNorm):
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return super().forward(x) * gate
+
+    class Broken(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("Expected all tensors to be on the same device")
+
+    assert links.offset(nn.LayerNorm(8)) == 0.0 and links.offset(Gated(8)) is None
+    with pytest.raises(RuntimeError, match="same device"):
+        links.offset(Broken(8))
