@@ -1,7 +1,8 @@
 """Calibrated PTQ from a model folder and a file of text to a converted folder, as `aoquant convert --ptq gptq` does.
 
 The model is read a block at a time: on a CPU transformers maps the weights from their files, so that they take no
-memory of a process, and each block is on the device while it is calibrated. What stays in memory is the packed model.
+memory of a process, and each block is on the device while it is calibrated. A finished block is in a file of its own,
+and its packed weights are mapped from there. So one block is in memory, and its inputs.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def convert_calibrated(
     there, finished = None if torch.device(device).type == "cpu" else device, Path(f"{out}.calibration")
     report = calibrate_ptq(loaded, batches, config, checkpoint=finished, device=there, **options)
     save_pretrained(loaded, out, tokenizer, max_shard_size=max_shard_size)
+    del loaded  # it reads the finished blocks' files
     shutil.rmtree(finished)
     return report
 

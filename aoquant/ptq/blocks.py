@@ -39,13 +39,13 @@ class Call:
     device: torch.device | None = None
 
     def run(self, module: nn.Module) -> Any:
-        call = self if self.device is None else self._given(self.input.to(self.device))
+        call = self if self.device is None else self._given(offload.brought(self.input, self.device))
         return module(*call.args, **call.kwargs)
 
     @property
     def input(self) -> Any:
         """Return the first tensor that the module is given."""
-        return next((a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)), None)
+        return offload.passed(*self.args, **self.kwargs)
 
     def behind(self, output: Any) -> Call:
         """Return the same call with the output of the block before as its input."""
@@ -212,7 +212,7 @@ def _passing_on(chain: Sequence[Block]) -> Iterator[None]:
     before = [(b.module, vars(b.module).get("forward")) for b in chain]
     try:
         for block in chain:
-            vars(block.module)["forward"] = lambda *args, **kwargs: Call(args, kwargs, None).input
+            vars(block.module)["forward"] = offload.passed
         yield
     finally:
         for module, forward in before:

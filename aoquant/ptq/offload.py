@@ -30,6 +30,16 @@ def aside(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """Return a block's input on a device."""
+    return x.to(device)
+
+
+def passed(*args: Any, **kwargs: Any) -> Any:
+    """Return the first tensor: the forward of a block that is not run, whose tensors stay where they are."""
+    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+
+
 @contextmanager
 def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Have the tensors of a module on a device inside. None: leave them where they are.
@@ -49,7 +59,7 @@ def streamed(model: nn.Module, device: torch.device | None) -> Iterator[None]:
     present, handles = dict[nn.Module, Callable[[], None]](), list[Any]()
 
     def before(unit: nn.Module, _: Any) -> None:
-        if unit not in present:
+        if unit not in present and vars(unit).get("forward") is not passed:
             present[unit] = _enter(unit, device)
 
     def after(unit: nn.Module, *_: Any) -> None:
@@ -83,13 +93,15 @@ def _enter(module: nn.Module, device: torch.device | None) -> Callable[[], None]
     """Put copies on a device in the place of a module's tensors; return what undoes it."""
     moved: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     copies: dict[int, Tensor] = {}  # tensors that modules share stay shared
-    home = next((t.device for _, _, _, t in _tensors(module)), None)
     for _, held, name, t in _tensors(module):
         if device is not None and elsewhere(t, device):
             if id(t) not in copies:
                 copies[id(t)] = _copied(t, device)
             held[name] = copies[id(t)]
             moved[id(held), name] = t, held[name]
+    if not moved:
+        return _nothing
+    home = next(before.device for before, _ in moved.values())
 
     def leave() -> None:
         for owner, held, name, now in _tensors(module):
@@ -98,7 +110,7 @@ def _enter(module: nn.Module, device: torch.device | None) -> Callable[[], None]
                 if not isinstance(before, nn.Parameter):
                     before.copy_(now)  # calibration writes to buffers
                 held[name] = before
-            elif device is not None and home is not None and elsewhere(now, home):
+            elif elsewhere(now, home):
                 setattr(owner, name, _copied(now, home))  # a packed layer drops its views of the copy
 
     return leave

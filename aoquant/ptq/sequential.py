@@ -12,6 +12,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,11 @@ class _Run:
         links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
         with closing(walk), bar(len(found), self.config.method, "block") as advance:
-            for visit in walk:
+            for block, visit in zip([None, *found], chain(walk, [None]), strict=True):
+                if block is not None:
+                    self._map(block.fqn)  # it has left the device
+                if visit is None:
+                    break
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
@@ -290,6 +295,20 @@ class _Run:
             self.store.write(visit.block.fqn, made)
         self.done |= {fqn: (None, row) for fqn, (_, row) in made.items()}  # codes are in the layers
         return [row for _, row in made.values()]
+
+    def _map(self, fqn: str) -> None:
+        """Have the packed weights of a finished block read from its file: they take no memory of the process then."""
+        for name, (encoded, _) in ((self.store and self.store.read(fqn)) or {}).items():
+            home, _, own = (name, "", "weight") if name in self.layers else name.rpartition(".")
+            module = (self.layers | self.stacks)[home]
+            weight = getattr(module, own)
+            if encoded is None or not isinstance(weight, PackedTensor) or not weight.is_cpu:
+                continue
+            for part, t in {"qdata": encoded.codes, "scale": encoded.scale, "zero_point": encoded.zero}.items():
+                made = getattr(weight, part)
+                if t is not None and made is not None and (t.shape, t.dtype) == (made.shape, made.dtype):
+                    setattr(weight, part, t)
+            setattr(module, own, weight)  # a layer holds views of the parts
 
     def _experts(self, visit: blocks.Visit, fqn: str) -> None:
         """Calibrate the stacks of a module."""

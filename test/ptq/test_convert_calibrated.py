@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.export_cases import byte_level
 from support.killed import interrupted
+from support.mapped import is_mapped
 from support.models import llama
 
 from aoquant import CalibrateConfig, calibrate_ptq
@@ -67,10 +68,4 @@ def test_what_is_refused_leaves_nothing(folder: Path) -> None:
 def test_weights_stay_in_their_files(folder: Path) -> None:
     """On Linux, weights that transformers loads as they are stored are mapped: no memory of the process holds them."""
     model, _, _ = calibration(folder / "model", folder / "text.jsonl", 6, 48, "cpu", "auto")
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
-    mapped = [line.split()[0].split("-") for line in maps.read_text().splitlines() if str(folder) in line]
-    ranges = [(int(a, 16), int(b, 16)) for a, b in mapped]
-    for _, p in model.named_parameters():
-        assert any(a <= p.data_ptr() < b for a, b in ranges)
+    assert all(is_mapped(p, folder) for p in model.parameters())

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 from support.killed import interrupted
+from support.mapped import is_mapped
 from support.models import llama
 from support.moe_models import model_of
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from aoquant import CalibrateConfig, QATConfig, calibrate_ptq, quantize_
 from aoquant.linear.packed import PackedLinear
@@ -83,6 +87,98 @@ def test_codes_are_those_of_a_model_on_the_device(
         for model in (here, there):
             quantize_(model, QATConfig(step="convert"))
         assert all(equal(t, tensors(there)[n]) for n, t in tensors(here).items())
+
+
+class Sides(TorchDispatchMode):
+    """Refuse operations on tensors of the host and of the device, as a GPU does. What neither side has made yet, such
+    as zeros, joins the side of the first operation.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, str]] = {}
+        for t in (*model.parameters(), *model.buffers()):
+            self.put(t, "host")
+
+    def put(self, t: Tensor, side: str) -> Tensor:
+        self.known[t.untyped_storage()._cdata] = StorageWeakRef(t.untyped_storage()), side
+        return t
+
+    def side(self, t: Tensor) -> str | None:
+        found = self.known.get(t.untyped_storage()._cdata)
+        return found[1] if found and not found[0].expired() else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
+        sides = {side for t in given if t.dim() and (side := self.side(t))}
+        if len(sides) == 2 and func is not torch.ops.aten.copy_.default:
+            raise AssertionError(f"{func} of tensors on two devices: {[(self.side(t), t.shape) for t in given]}")
+        out = func(*args, **(kwargs or {}))
+        for t in (*given, *tree_leaves(out)) if len(sides) == 1 else ():
+            if type(t) in (Tensor, nn.Parameter) and t.dim() and self.side(t) is None:
+                self.put(t, *sides)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "method"),
+    [("int4-g32", "gptq"), pytest.param("nvfp4", "clip+gptq", marks=pytest.mark.slow)],
+)
+def test_no_operation_takes_tensors_of_two_devices(recipe: str, method: str, monkeypatch: Any) -> None:
+    model = net()
+    sides, copied, aside = Sides(model), offload._copied, offload.aside
+
+    def crossed(copy: Tensor, of: Tensor) -> Tensor:
+        return sides.put(copy, "host" if sides.side(of) == "device" else "device")
+
+    def moved(t: Any, device: torch.device) -> Any:
+        """Copy a tensor, or the parts of a packed one, to the other side."""
+        copy = copied(t, device)
+        if not hasattr(t, "__tensor_flatten__"):
+            return crossed(copy, t)
+        for part in t.__tensor_flatten__()[0]:
+            setattr(copy, part, crossed(getattr(copy, part).clone(), getattr(t, part)))
+        return copy
+
+    def elsewhere(t: Any, device: torch.device) -> bool:
+        part = t.qdata if hasattr(t, "__tensor_flatten__") else t
+        return sides.side(part) == ("host" if device.index == 0 else "device")
+
+    monkeypatch.setattr(offload, "_copied", moved)
+    monkeypatch.setattr(offload, "elsewhere", elsewhere)
+    monkeypatch.setattr(offload, "aside", lambda x: sides.put(aside(x), "host"))
+    monkeypatch.setattr(offload, "brought", lambda x, device: sides.put(x.clone(), "device"))
+    with sides:
+        calibrate_ptq(model, batches(), CalibrateConfig(recipe, method), device="cpu:0")
+    assert {sides.side(t) for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)} == {
+        "host"
+    }
+
+
+def test_blocks_that_are_not_run_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of the first block are captured without the blocks behind it, for any number of batches."""
+    copied, moved = offload._copied, list[int]()
+    for count in (1, 5):
+        model, seen = net(), list[Tensor]()
+        monkeypatch.setattr(offload, "_copied", lambda t, device, seen=seen: seen.append(t) or copied(t, device))
+        weight = model.model.layers[1].mlp.up_proj.weight
+        calibrate_ptq(model, batches()[:1] * count, CalibrateConfig("int4-g32"), device="cpu")
+        moved.append(sum(t is weight for t in seen))
+    assert moved[0] == moved[1] > 0
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_finished_blocks_are_mapped_from_their_files(kind: str, device: str | None, tmp_path: Path) -> None:
+    model, wanted = (net() if kind == "llama" else model_of(kind) for _ in range(2))
+    calibrate_ptq(wanted, batches(), CalibrateConfig("int4-g32"))
+    calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device=device, checkpoint=tmp_path)
+    packed = {n: t for n, t in model.named_parameters() if hasattr(t, "__tensor_flatten__")}
+    assert packed and all(equal(t, tensors(wanted)[n]) for n, t in packed.items())
+    assert all(is_mapped(part, tmp_path) for t in packed.values() for part in (t.qdata, t.scale))
+    ids = batches()[0]
+    assert torch.equal(model(ids).logits, wanted(ids).logits)
+    assert all(m._codes.data_ptr() == m.weight.qdata.data_ptr() for m in model.modules() if isinstance(m, PackedLinear))
 
 
 def test_one_block_is_there_at_a_time(copies: list[int]) -> None:
