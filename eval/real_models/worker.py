@@ -145,8 +145,8 @@ class Worker:
 
         def train() -> dict[str, Any]:
             model = student.prepared(keys[0]["seed"])
-            # torchao's layers read numbers back from the device; sentences have no common length
-            graph = self.o.device == "cuda" and row.kind != "torchao" and not self.o.embedding
+            # sentences have no common length; torchao's layers and liger's cross entropy read numbers back
+            graph = self.o.device == "cuda" and row.kind != "torchao" and keys[0]["loss"] == "kl"
             found.update(self._train(model, keys[0]["loss"], keys[0]["seed"], graph))
             found["model"], found["scores"] = model.eval(), self.task.score(model)
             return self._served(row, student, keys[0], found)
