@@ -3,6 +3,7 @@
     python eval/real_models/publish.py
 
     benchmarks/results/real_gemma.csv, real_minilm.csv      read: what `python eval/real_models` wrote
+    benchmarks/results/real_demo_gptq.csv                   read: QAT of the demo model from calibrated PTQ
     benchmarks/results/real_gemma_kv.csv, real_demo_kv.csv  read where these exist: KV caches
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and docs/choosing.md's table
     README.md, docs/evidence/real-models.md                 between pairs of marks; docs/kv-cache.md, too
@@ -145,38 +146,17 @@ def all_rows(lines: Sequence[Line]) -> str:
     return table(heads, made)
 
 
-def budgets(lines: Sequence[Line]) -> str:
-    """Return the table of recipes that were trained on several budgets: perplexity, and the share won back."""
-    base = average(only(lines, stage="float"), PERPLEXITY)
-    many = sorted({line["tokens"] for line in only(lines, stage="qat")}, key=int)
-    made = []
-    for recipe, untrained, _ in quantised(lines):
-        ptq, cells = float(untrained[PERPLEXITY]), list[str]()
-        for tokens in many:
-            trained = only(lines, row=recipe, stage="qat", served="", tokens=tokens)
-            share = f"{100 * recovered(base, ptq, average(trained, PERPLEXITY)):.0f}" if trained else ""
-            cells += [cell(trained, PERPLEXITY), share]
-        if sum(map(bool, cells)) > 2:
-            made.append((f"`{recipe}`", f"{ptq:.2f}", *cells))
-    heads = [head for tokens in many for head in (f"{int(tokens) / 1e6:g} M tokens", "recovered, %")]
-    return table(("recipe", "PTQ", *heads), made)
-
-
 def starts(lines: Sequence[Line]) -> str:
-    """Return the table of QAT that starts from a calibrated PTQ beside QAT that starts from the float weights."""
+    """Return the table of QAT that starts from a calibrated PTQ, beside QAT that starts from the float weights."""
     of = {recipe: (untrained, trained) for recipe, untrained, trained in quantised(lines)}
+    scores = ((PERPLEXITY, ".2f"), ("wikitext_kl", ".3f"), ("other_word_perplexity", ".2f"))
     made = []
-    for name in sorted(of):
+    for name in sorted(name for name in of if "+" in name and of[name][1]):
         recipe, _, method = name.partition("+")
-        if not method or not of[name][1]:
-            continue
-        seeds = {line["seed"] for line in of[name][1]}
-        for how, (untrained, trained) in (("float", of[recipe]), (method, of[name])):
-            equal = [line for line in trained if line["seed"] in seeds]
-            scores = ((PERPLEXITY, ".2f"), ("wikitext_kl", ".3f"), ("other_word_perplexity", ".2f"))
-            cells = [cell(at, score, form) for score, form in scores for at in ([untrained], equal)]
-            made.append((f"`{recipe}`", how, *cells))
-    heads = ("recipe", "start", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "other text: PTQ", "QAT")
+        for how, (untrained, trained) in (("float weights", of[recipe]), (method, of[name])):
+            cells = [cell(at, score, form) for score, form in scores for at in ([untrained], trained)]
+            made.append((f"`{recipe}`", how, str(len(trained)), *cells))
+    heads = ("recipe", "start", "seeds", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "other text: PTQ", "QAT")
     return table(heads, made)
 
 
@@ -228,17 +208,21 @@ def tasks(lines: Sequence[Line]) -> str:
 def embeddings(lines: Sequence[Line]) -> str:
     """Return the table of the embedding model, those that were trained first."""
     scores = {"one_minus_cosine": ".4f", "top10": ".3f", "top1": ".3f"}
-    found = [(line, only(lines, row=line["row"], stage="qat", served="")) for line in only(lines, stage="ptq")]
-    found.sort(key=lambda row: (not row[1], average(row[1] or [row[0]], "one_minus_cosine")))
+    found = []
+    for line in only(lines, stage="ptq"):
+        trained = only(lines, row=line["row"], stage="qat", served="")
+        found += [(line, rate, only(trained, rate=rate)) for rate in sorted({t["rate"] for t in trained}) or [""]]
+    found.sort(key=lambda row: (not row[2], average(row[2] or [row[0]], "one_minus_cosine")))
     made = [
-        (f"`{line['row']}`", f"{float(line['bits']):.2f}",
+        (f"`{line['row']}`", f"{float(line['bits']):.2f}", rate,
          *(cell(of, name, form) for name, form in scores.items() for of in ([line], trained)),
          ("yes" if all(t["equal"] == "True" for t in trained) else "no") if trained else "")
-        for line, trained in found
+        for line, rate, trained in found
     ]  # fmt: skip
     heads = (
         "recipe",
         "bits",
+        "rate",
         "1 - cosine: PTQ",
         "QAT",
         "top-10: PTQ",
@@ -314,7 +298,7 @@ def pages_of(command: str) -> str:
 
 def publish(root: Path = ROOT) -> None:
     """Write all pages."""
-    gemma, minilm = read("real_gemma", root), read("real_minilm", root)
+    gemma, minilm, demo = (read(name, root) for name in ("real_gemma", "real_minilm", "real_demo_gptq"))
     (root / "aoquant" / "tools" / "measured.csv").write_text(measured(gemma), encoding="utf-8")
     choosing.measured.cache_clear()
     page = root / "docs" / "choosing.md"
@@ -325,17 +309,19 @@ def publish(root: Path = ROOT) -> None:
     page.write_text("\n".join(text), encoding="utf-8")
     pages.between(root / "README.md", "real models", f"{readme(gemma)}\n\n{wrapped(source(gemma))}")
     pages.between(root / KV_PAGE, "measured", kv_caches(root))
-    for name, made in contents(gemma, minilm).items():
+    for name, made in contents(gemma, minilm, demo).items():
         pages.between(root / PAGE, name, made)
 
 
-def contents(gemma: Sequence[Line], minilm: Sequence[Line]) -> dict[str, Any]:
+def contents(gemma: Sequence[Line], minilm: Sequence[Line], demo: Sequence[Line]) -> dict[str, Any]:
     """Return what stands between the marks of docs/evidence/real-models.md."""
     return {
         "rows": f"{all_rows(gemma)}\n\n{wrapped(source(gemma))}",
         "floats": floats(gemma),
         "exactness": exactness(gemma),
         "other tools": beside(gemma),
+        "starts": starts(gemma),
+        "starts of the demo model": starts(demo),
         "embeddings": embeddings(minilm),
     }
 

@@ -258,9 +258,9 @@ def test_chunks_have_the_gradients_of_the_whole(
 
 def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
     publish = importlib.import_module("real_models.publish")
-    gemma, minilm = publish.read("real_gemma"), publish.read("real_minilm")
+    gemma, minilm, demo = (publish.read(f"real_{name}") for name in ("gemma", "minilm", "demo_gptq"))
     page = (ROOT / publish.PAGE).read_text(encoding="utf-8")
-    for name, made in publish.contents(gemma, minilm).items():
+    for name, made in publish.contents(gemma, minilm, demo).items():
         assert f"<!-- {name} -->\n\n{made}\n\n<!-- end of {name} -->" in page
     kv_page = (ROOT / publish.KV_PAGE).read_text(encoding="utf-8")
     assert f"<!-- measured -->\n\n{publish.kv_caches()}\n\n<!-- end of measured -->" in kv_page
