@@ -89,8 +89,8 @@ def source(lines: Sequence[Line], tokens: str = TOKENS) -> str:
     days = sorted({line["date"][:10] for line in trained})
     seeds = sorted({len(row[2]) for row in quantised(lines, tokens) if row[2]})
     return (
-        "Word perplexity on WikiText-2's test pages, windows of 1024 tokens after BOS, of Gemma 3 270M, whose public weights had "
-        f"been rounded once before (Q4_K_M); QAT by distillation, {int(tokens) / 1e6:g} M tokens, "
+        "Word perplexity on WikiText-2's test pages, windows of 1024 tokens after BOS, of Gemma 3 270M, rounded once "
+        f"before (Q4_K_M); QAT by distillation, {int(tokens) / 1e6:g} M tokens, "
         f"{' to '.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seed{'s' * (seeds[-1] > 1)}. "
         f"{devices}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
     )
