@@ -7,13 +7,12 @@ never move, and weights that transformers has mapped from a file stay mapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def is_list(module: nn.Module) -> bool:
@@ -52,36 +51,6 @@ def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         leave()
-
-
-@contextmanager
-def setting_aside() -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """Yield a function that moves weights of a GPU, which nothing reads any more, to host memory. Those that somebody
-    holds in the end come back: all of them where the calibration fails.
-    """
-    away: list[tuple[StorageWeakRef, Tensor]] = []
-
-    def put(weights: Iterable[Tensor]) -> None:
-        for t in weights:
-            storage = t.untyped_storage()
-            if may_leave(t) and t.is_contiguous() and storage.nbytes() == t.nbytes > 0 and storage.resizable():
-                host = torch.empty(t.nbytes, dtype=torch.uint8, device="cpu")
-                away.append((StorageWeakRef(storage), host.copy_(t.detach().view(-1).view(torch.uint8))))
-                storage.resize_(0)
-
-    try:
-        yield put
-    finally:
-        for alive, host in away:
-            if not alive.expired():
-                storage = torch.UntypedStorage._new_with_weak_ptr(alive.cdata)
-                storage.resize_(len(host))
-                storage.copy_(host.untyped_storage(), non_blocking=False)
-
-
-def may_leave(t: Tensor) -> bool:
-    """Return whether a weight takes a GPU's memory."""
-    return t.is_cuda
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from aoquant._messages import AoquantWarning, bar, check_model, listed
@@ -102,7 +101,6 @@ def calibrate_ptq(
     store = None if checkpoint is None else resume.Blocks(Path(checkpoint), resume.key_of(model, given, asked))
     try:
         with (
-            offload.setting_aside() as put_aside,
             restoring(list(model.modules())),
             rotate.ties_restored(model),
             undisturbed(model),
@@ -132,7 +130,7 @@ def calibrate_ptq(
                 calibrate(model, given)
             for cache in kv_caches:
                 cache.fake_quant = False
-            rows = _Run(model, layers, stacks, given, asked, step, store, there, put_aside).rows()
+            rows = _Run(model, layers, stacks, given, asked, step, store, there).rows()
             for cache in kv_caches:
                 cache.fake_quant, cache.converted = True, step is None
     finally:
@@ -236,10 +234,9 @@ class _Run:
         step: str | None,
         store: resume.Blocks | None,
         device: torch.device | None,
-        put_aside: Callable[[Iterable[Tensor]], None],
     ) -> None:
         self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
-        self.store, self.device, self.put_aside = store, device, put_aside
+        self.store, self.device = store, device
         self.stacks = stacks
         self.done: resume.Found = {}
 
@@ -251,15 +248,12 @@ class _Run:
         reached = {fqn for block in found for fqn in block.layers}
         links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
-        before: list[Tensor] = []  # the weights of the last block
         with closing(walk), bar(len(found), self.config.method, "block") as advance:
             for block, visit in zip([None, *found], chain(walk, [None]), strict=True):
-                if block is not None:  # it has left the device
-                    self._map(block.fqn)
-                    self._replaced(before)
+                if block is not None:
+                    self._map(block.fqn)  # it has left the device
                 if visit is None:
                     break
-                before = [] if self.device is not None else [*visit.block.module.parameters()]
                 rows = self._visit(visit)
                 worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
                 advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
@@ -301,12 +295,6 @@ class _Run:
             self.store.write(visit.block.fqn, made)
         self.done |= {fqn: (None, row) for fqn, (_, row) in made.items()}  # codes are in the layers
         return [row for _, row in made.values()]
-
-    def _replaced(self, weights: Iterable[Tensor]) -> None:
-        """Move weights that the model no longer has off the GPU: they are kept in case of a failure alone."""
-        plain = [p for p in self.model.parameters() if not is_traceable_wrapper_subclass(p)]
-        held = {p.data_ptr() for p in plain}
-        self.put_aside(w for w in weights if not is_traceable_wrapper_subclass(w) and w.data_ptr() not in held)
 
     def _map(self, fqn: str) -> None:
         """Have the packed weights of a finished block read from its file: they take no memory of the process then."""

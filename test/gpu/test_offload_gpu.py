@@ -10,7 +10,6 @@ from support.models import llama
 
 from aoquant import CalibrateConfig, calibrate_ptq
 from aoquant.linear.tensor import same_bits
-from aoquant.ptq import gptq
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*tokens for K", "ignore:R1 unties")]
 
@@ -52,20 +51,3 @@ def test_a_gpu_holds_one_block_at_a_time() -> None:
     torch.cuda.reset_peak_memory_stats()
     calibrate_ptq(model, [ids], CalibrateConfig("int4-g128"), device="cuda")
     assert torch.cuda.max_memory_allocated() < one + block
-
-
-def test_replaced_weights_leave_the_gpu_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float weights of finished blocks are in host memory, and come back for who holds them in the end."""
-    sizes: Any = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
-    model, taken, factor = net(**sizes).cuda(), list[int](), gptq.factor
-
-    def counted(*arguments: Any) -> Any:
-        taken.append(torch.cuda.memory_allocated())
-        return factor(*arguments)
-
-    monkeypatch.setattr(gptq, "factor", counted)
-    held = dict(model.named_parameters())
-    values = {n: t.cpu() for n, t in held.items()}
-    calibrate_ptq(model, [torch.randint(0, 128, (4, 64)).cuda()], CalibrateConfig("int4-g128"))
-    assert taken[-1] < taken[3]  # down_proj's, of the last block and of the first one
-    assert all(torch.equal(t.cpu(), values[n]) for n, t in held.items())

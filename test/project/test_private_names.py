@@ -34,7 +34,6 @@ USES = [
         "tinygemm and its packer have no public names",
     ),
     ("torch.ops.aten", "_weight_int4pack_mm_for_cpu _convert_weight_to_int4pack_for_cpu", "the same for a CPU"),
-    ("torch.UntypedStorage", "_new_with_weak_ptr", "nothing public turns a weak reference into the storage"),
     ("torch.ops.aten", "_unsafe_view", "the only alias that autograd takes for no view, so that relu_ may write to it"),
     ("torch", "_C", "holds the names below"),
     (

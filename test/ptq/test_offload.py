@@ -181,30 +181,6 @@ def test_finished_blocks_are_mapped_from_their_files(kind: str, device: str | No
     assert all(m._codes.data_ptr() == m.weight.qdata.data_ptr() for m in model.modules() if isinstance(m, PackedLinear))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-@pytest.mark.parametrize("step", [None, "prepare"])
-def test_replaced_weights_leave_the_gpu_until_the_end(kind: str, step: str | None, monkeypatch: Any) -> None:
-    """A weight whose block is done has no memory while the next block is calibrated, and has its values back for who
-    holds it in the end.
-    """
-    model, wanted = (net() if kind == "llama" else model_of(kind) for _ in range(2))
-    calibrate_ptq(wanted, batches(), CalibrateConfig("int4-g32"), step=step)
-    held = dict(model.named_parameters())
-    values = {n: t.clone() for n, t in held.items()}
-    emptied, factor = list[int](), gptq.factor
-
-    def counted(*arguments: Any) -> Any:
-        emptied.append(sum(t.untyped_storage().nbytes() == 0 for t in held.values()))
-        return factor(*arguments)
-
-    monkeypatch.setattr(offload, "may_leave", lambda t: True)
-    monkeypatch.setattr(gptq, "factor", counted)
-    calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), step=step)
-    assert emptied[0] == 0 < emptied[-1]
-    assert all(torch.equal(t, values[n]) for n, t in held.items())
-    assert all(equal(t, tensors(wanted)[n]) for n, t in tensors(model).items())
-
-
 def test_one_block_is_there_at_a_time(copies: list[int]) -> None:
     model = net(num_hidden_layers=4)
     largest = max(sum(p.nbytes for p in unit.parameters()) for unit in offload._units(model))
@@ -229,7 +205,6 @@ def test_stacked_experts_go_along() -> None:
 def test_a_failure_and_a_kill_leave_the_model_as_it_was_and_it_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     model, whole = net(num_hidden_layers=3), net(num_hidden_layers=3)
     calibrate_ptq(whole, batches(), CalibrateConfig("int4-g32"))
-    monkeypatch.setattr(offload, "may_leave", lambda t: True)
     before = tensors(model)
     values = {n: t.clone() for n, t in before.items()}
     norm = model.model.layers[2].post_attention_layernorm
