@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.export_cases import byte_level
 from support.killed import interrupted
-from support.mapped import is_mapped
+from support.meters import is_mapped
 from support.models import llama
 
 from aoquant import CalibrateConfig, calibrate_ptq

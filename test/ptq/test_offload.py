@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.killed import interrupted
-from support.mapped import is_mapped
+from support.meters import is_mapped
 from support.models import llama
 from support.moe_models import model_of
 from torch import Tensor, nn

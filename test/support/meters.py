@@ -1,4 +1,4 @@
-"""What a layer costs: bytes that forward keeps for backward, and how often a matrix is encoded."""
+"""Measure what a layer costs: bytes that forward keeps for backward, how often a matrix is encoded, what is mapped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -130,3 +132,12 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     with _Peak() as meter:
         run()
     return meter.peak
+
+
+def is_mapped(t: Tensor, folder: Path) -> bool:
+    """Return whether a tensor's first byte is mapped from a file in a folder; skip the test without /proc."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    mapped = [line.split()[0].split("-") for line in maps.read_text().splitlines() if str(folder) in line]
+    return any(int(a, 16) <= t.data_ptr() < int(b, 16) for a, b in mapped)
