@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
     from checkout import commit
 
-    from real_models import rows, worker
+    from real_models import causal, rows, worker
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -44,6 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--block", type=int, default=512, help="tokens of a block; of sentences about 32")
     parser.add_argument("--rate", type=float, default=2e-5, help="learning rate, cosine to zero")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a training run for each, with its own order")
+    parser.add_argument(
+        "--texts", nargs="+", default=causal.TEXTS, help="to score on; `validation` to choose a rate by"
+    )
     parser.add_argument("--pages", type=int, default=0, help="score the first pages of each text only")
     parser.add_argument(
         "--prompts",

@@ -12,7 +12,7 @@ of tokens at a time, as in `aoquant run` (`losses.chunked_loss`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -30,11 +30,19 @@ TEXTS = ("wikitext", "other")
 
 class CausalLM:
     """What `worker.py` asks of a kind of model. teacher: the float model. texts: of a token file. batch, block: of a
-    training step.
+    training step. scored: names of the texts that models are scored on.
     """
 
-    def __init__(self, teacher: Any, texts: Mapping[str, Tensor], bos: int, batch: int, block: int) -> None:
-        self.teacher, self.texts, self.bos, self.batch = teacher, texts, bos, batch
+    def __init__(
+        self,
+        teacher: Any,
+        texts: Mapping[str, Tensor],
+        bos: int,
+        batch: int,
+        block: int,
+        scored: Sequence[str] = TEXTS,
+    ) -> None:
+        self.teacher, self.texts, self.bos, self.batch, self.scored = teacher, texts, bos, batch, scored
         self.device = teacher.device
         stream = _documents(texts, "train", bos)
         blocks = len(stream) // (block - 1)
@@ -46,12 +54,12 @@ class CausalLM:
         return block_loss(student, self.teacher, ids_BT, torch.arange(len(ids_BT), device=ids_BT.device), loss)
 
     @torch.no_grad()
-    def score(self, model: Any, names: tuple[str, ...] = TEXTS) -> dict[str, Any]:
+    def score(self, model: Any) -> dict[str, Any]:
         """Return word perplexity, KL and top-1 agreement for each text, by column name; under `nats`, the nats of each
         prediction of all texts, float32 on the CPU.
         """
         found: dict[str, Any] = {"nats": []}
-        for name in names:
+        for name in self.scored:
             nats = list[Tensor]()
             divergence, equal = torch.zeros(2, dtype=torch.float64, device=self.device)
             for inputs_BT, targets_BT in self._windows(name):

@@ -38,7 +38,7 @@ from real_models.tasks import ANSWER, Tasks
 KEY = ("row", "stage", "served", "loss", "tokens", "rate", "seed")
 SCORES = (
     "wikitext_word_perplexity", "other_word_perplexity", "wikitext_kl", "wikitext_top1", "other_kl", "other_top1",
-    "one_minus_cosine", "top10", "top1",
+    "validation_word_perplexity", "validation_kl", "validation_top1", "one_minus_cosine", "top10", "top1",
 )  # fmt: skip
 COLUMNS = (
     *KEY, *SCORES, *(f"trained_{name}" for name in SCORES), *ANSWER, "equal", "prompts", "prompts_changed", "bits", "first_loss",
@@ -71,7 +71,7 @@ def widen(path: Path) -> None:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         lines = list(reader)
-    if set(reader.fieldnames or ()) < set(COLUMNS) and {*KEY, *SCORES} <= set(reader.fieldnames or ()):
+    if set(reader.fieldnames or ()) < set(COLUMNS) and set(KEY) <= set(reader.fieldnames or ()):
         path.unlink()
         for line in lines:
             append(path, line)
@@ -113,7 +113,7 @@ class Worker:
         if o.embedding:
             self.task: Any = Embedding(self.float_model, texts, o.batch)
         else:
-            self.task = CausalLM(self.float_model, texts, int(bos), o.batch, o.block)
+            self.task = CausalLM(self.float_model, texts, int(bos), o.batch, o.block, o.texts)
         self.tasks = Tasks(o.tasks_file) if o.tasks_file else None
 
     def run(self, name: str, seed: int) -> None:

@@ -119,5 +119,5 @@ def test_a_score_does_not_depend_on_what_was_scored_before(modules: dict[str, Mo
     scorer = causal.CausalLM(teacher, texts, bos=1, batch=1, block=32)
     first, second = (scorer.score(model)["nats"] for _ in range(2))
     assert torch.equal(first, second)
-    scorer.score(teacher, ("other",))
+    causal.CausalLM(teacher, texts, 1, 1, 32, ("other",)).score(teacher)
     assert torch.equal(scorer.score(model)["nats"], first)
