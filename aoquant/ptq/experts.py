@@ -79,15 +79,16 @@ def choose(
                 factor = gptq.factor(h_KK, config.damping, config.act_order) if chosen else None
                 encoded_NK = operand.transformed(module.matrix(name, e).detach(), None)
                 target_NK, rounded = encoded_NK.float(), codes[e]
+                if factor is not None and ahead_KK is not None:
+                    moved_NK = gptq.ahead(target_NK, ahead_KK)
+                    target_NK = gptq.towards_float(target_NK, moved_NK, factor, recipe.fprop_input)
                 if clips and e not in few:
-                    codes[e] = clip.encode(operand.format, encoded_NK, None, h_KK)
+                    codes[e] = clip.encode(operand.format, target_NK.to(encoded_NK.dtype), None, h_KK)
             except ValueError as error:
                 raise ValueError(f"{stack}, expert {e}: {error}. The model is unchanged") from None
             diagonal_K = h_KK.diagonal()
             if factor is not None:
                 damping = max(damping, factor.damping)
-                if ahead_KK is not None:
-                    target_NK = gptq.towards_float(target_NK, gptq.ahead(target_NK, ahead_KK), factor)
                 diagonal_K = factor.write_upper(h_KK)
                 weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, diagonal_K, factor.order_K)))
             by_rounding_NK = gptq.decoded(operand.format, rounded, values_in)

@@ -8,7 +8,8 @@ With U the upper Cholesky factor of (H + damping)^-1, columns in the order of fa
 Scales are those of the original weight and stay ("static groups"), so any format's codes can be chosen in any order.
 The loop is `ops/columns.py`. The asymmetric target makes up for errors of earlier layers, too: their outputs x differ
 from the float model's x', and W* = W C (H + damping)^-1 with C = sum x'^T x is the weight that gives x' W^T from x, as
-closely as a linear layer can.
+closely as a linear layer can. Codes are chosen for a weight that is a share of the way from W to W* (GPTAQ's alpha):
+noise in x makes the weight of a regression too small, most of all the noise of 4-bit activations.
 
 Sources: Frantar et al. 2022 (GPTQ); Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos) for the target.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format
+from aoquant.formats import Encoded, Format, Operand
 from aoquant.formats.columns import Levels, packed, rows
 from aoquant.ops.columns import round_columns
 
@@ -29,6 +30,7 @@ ESCALATION = (1.0, 10.0, 100.0)  # times the damping that was asked for
 TABLE_BYTES = 1 << 27  # of the levels that exist at once
 LEAF = 1024  # rows of a matrix that LAPACK or cuSOLVER factorises whole
 STRIP = 512  # rows or columns of a product that exist at a time
+TOWARDS_FLOAT, TOWARDS_FLOAT_ROUNDED = 0.75, 0.5  # of the way to W*; the latter where inputs are rounded, too
 DECODED = 1 << 22  # values that are decoded at a time: on a GPU fused multiply-adds take ten float32 matrices
 
 
@@ -68,9 +70,9 @@ class Factor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight to round. target_NK: float32, what errors are measured against: the weight that `encoded` encodes, or
-    W*. encoded: its scales stay. gram_KK, diagonal_K: H below its diagonal and U, and H's diagonal, as
-    `Factor.write_upper` leaves them. order_K: of the factor.
+    """A weight to round. target_NK: float32, what errors are measured against: the original weight, or the one that
+    `towards_float` returns. encoded: its scales stay. gram_KK, diagonal_K: H below its diagonal and U, and H's
+    diagonal, as `Factor.write_upper` leaves them. order_K: of the factor.
     """
 
     target_NK: Tensor
@@ -155,12 +157,14 @@ def ahead(w_NK: Tensor, ahead_KK: Tensor) -> Tensor:
     return moved_NK
 
 
-def towards_float(w_NK: Tensor, moved_NK: Tensor, f: Factor) -> Tensor:
-    """Return W* (N, K) float32: the weight that gives the float model's outputs from the quantised model's inputs.
+def towards_float(w_NK: Tensor, moved_NK: Tensor, f: Factor, operand: Operand | None) -> Tensor:
+    """Return a weight (N, K), float32, on the way to W*, which gives the float model's outputs from the quantised
+    model's inputs as closely as a linear layer can.
 
-    moved_NK: of `ahead`, overwritten.
+    moved_NK: of `ahead`, overwritten. operand: how the layer rounds its input.
     """
-    return f.solve_(moved_NK).add_(w_NK)
+    rounded = operand is not None and not operand.format.lossless
+    return f.solve_(moved_NK).mul_(TOWARDS_FLOAT_ROUNDED if rounded else TOWARDS_FLOAT).add_(w_NK)
 
 
 def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) -> list[Chosen]:

@@ -346,15 +346,17 @@ class _Run:
         if chooses and ahead_KK is not None:
             moved = {fqn: gptq.ahead(w_NK, ahead_KK) for fqn, w_NK in encoded.items()}
         del ahead_KK
-        codes = dict(rounded)
-        for fqn in members if clips else ():
-            with _refused(fqn, "Leave out clip. "):
-                codes[fqn] = clip.encode(operand.format, encoded[fqn], self.layers[fqn].held_scales("weight"), h_KK)
-        diagonal_K, order_K, damping = h_KK.diagonal(), None, 0.0
+        codes, diagonal_K, order_K, damping, factor = dict(rounded), h_KK.diagonal(), None, 0.0, None
         if chooses:
             with _refused(members[0]):
                 factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
-            moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor) for fqn, of_NK in moved.items()}
+            x_as = first.prepared.recipe.fprop_input
+            moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor, x_as) for fqn, of_NK in moved.items()}
+        for fqn in members if clips else ():
+            w_NK, held = encoded[fqn], self.layers[fqn].held_scales("weight")
+            with _refused(fqn, "Leave out clip. "):
+                codes[fqn] = clip.encode(operand.format, moved.get(fqn, w_NK).to(w_NK.dtype), held, h_KK)
+        if factor is not None:
             diagonal_K, order_K, damping = factor.write_upper(h_KK), factor.order_K, factor.damping
             del factor
         few = tokens < len(h_KK) and (chooses or clips)

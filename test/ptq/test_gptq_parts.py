@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from aoquant import CalibrateConfig, calibrate_ptq
 from aoquant.formats import get_format
 from aoquant.formats.columns import Levels
+from aoquant.formats.operand import as_operand
 from aoquant.ops import columns
-from aoquant.ptq import blocks, gptq, gram
+from aoquant.ptq import blocks, clip, gptq, gram
 
 
 def gram_of(k: int, rows: int = 400) -> tuple[Tensor, Tensor]:
@@ -67,6 +68,36 @@ def test_strips_add_up_to_the_gram_matrices(monkeypatch: pytest.MonkeyPatch) -> 
     assert d is not None and torch.equal(h, h.mT)
     for got, right in ((h, wanted), (d, cross - wanted)):
         assert float((got - right).norm() / wanted.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("rounds", [None, "nvfp4-row"])
+def test_the_target_is_part_of_the_way_to_the_regression_on_the_input(rounds: str | None) -> None:
+    torch.manual_seed(0)
+    float_MK, w_NK = torch.randn(400, 32), torch.randn(5, 32)
+    x_MK = float_MK + 0.3 * torch.randn(400, 32)
+    h_KK, ahead_KK = x_MK.T @ x_MK / 400, (float_MK - x_MK).T @ x_MK / 400
+    f = gptq.factor(h_KK.clone(), 1e-6, True)
+    operand = None if rounds is None else as_operand(get_format(rounds))
+    found_NK = gptq.towards_float(w_NK, gptq.ahead(w_NK, ahead_KK), f, operand)
+    whole_NK = torch.linalg.lstsq(x_MK.double(), (float_MK @ w_NK.T).double()).solution.T
+    share = 0.75 if rounds is None else 0.5
+    torch.testing.assert_close(found_NK, (w_NK + share * (whole_NK - w_NK)).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_clips_are_those_of_the_weight_that_codes_are_chosen_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the asymmetric target that is the original weight."""
+    given, encode = list[Tensor](), clip.encode
+    monkeypatch.setattr(clip, "encode", lambda format, w, *more: encode(format, given.append(w) or w, *more))
+    model = llama()
+    first, last = (model.model.layers[i].mlp.down_proj.weight.detach().clone() for i in (0, -1))
+    ids = torch.randint(0, model.config.vocab_size, (4, 64))
+    calibrate_ptq(model, [ids], CalibrateConfig("int4-g32", "clip+gptq", asymmetric=False))
+    assert any(torch.equal(w, last) for w in given if w.shape == last.shape)
+    given.clear()
+    model = llama()
+    calibrate_ptq(model, [ids], CalibrateConfig("int4-g32", "clip+gptq"))
+    assert not any(torch.equal(w, last) for w in given if w.shape == last.shape)
+    assert {w.dtype for w in given} == {first.dtype}
 
 
 def test_weights_that_are_rounded_together_have_the_codes_of_each_alone() -> None:
