@@ -54,7 +54,6 @@ def main(arguments: list[str] | None = None) -> None:
         default=0,
         help="compare greedy tokens of so many: KV caches, and where torchao has a twin",
     )
-    parser.add_argument("--compile", action="store_true", help="train compiled decoder layers; of language models")
     parser.add_argument("--jobs", type=int, default=0, help="processes at once; 0: in this one")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--again", action="store_true", help="forget the rows that failed")
@@ -64,8 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
     o.commit, o.until, o.embedding = commit(), BEGAN + o.limit, worker.is_embedding(o.model)
     if o.embedding and any("+" in name or name in rows.PEERS for name in o.rows or ()):
         parser.error("calibrated PTQ is of language models: an embedding model's blocks are padded")
-    if o.embedding and o.compile:
-        parser.error("--compile is for language models, whose blocks have one length")
     o.threads = max(1, (os.cpu_count() or 1) // max(1, o.jobs))
     worker.widen(o.csv)
     if o.again:

@@ -16,8 +16,6 @@ import json
 import queue
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,19 +175,13 @@ class Worker:
 
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        with _compiled((model, self.float_model) if o.compile else ()):
-            run = graphed(step, model, optimizer, blocks_BT[order_SB[0]]) if graph else step
-            return self._stepped(run, optimizer, blocks_BT, order_SB)
-
-    def _stepped(self, run: Any, optimizer: Any, blocks_BT: Tensor, order_SB: Tensor) -> dict[str, Any]:
-        """Take all steps, and say how they went."""
-        device, steps = blocks_BT.device, len(order_SB)
+        run = graphed(step, model, optimizer, blocks_BT[order_SB[0]]) if graph else step
         losses, began = torch.zeros(steps, device=device), time.perf_counter()
         for i in range(steps):
             if i == 1:  # the first one compiles kernels
                 losses[0].item()
                 began = time.perf_counter()
-            optimizer.param_groups[0]["lr"].fill_(rate_at(self.o.rate, i, steps))
+            optimizer.param_groups[0]["lr"].fill_(rate_at(o.rate, i, steps))
             losses[i] = run(blocks_BT[order_SB[i]])
         share, seen = max(1, steps // 20), losses.tolist()
         return {
@@ -232,19 +224,6 @@ class Worker:
         gc.collect()
         if o.device == "cuda":
             torch.cuda.empty_cache()
-
-
-@contextmanager
-def _compiled(models: Sequence[Any]) -> Iterator[None]:
-    """Run decoder layers as torch.compile makes them; one of a kind is compiled for all. Scores are of eager ones."""
-    layers = [layer for model in models for layer in model.get_decoder().layers]
-    for layer in layers:
-        layer.compile(dynamic=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._compiled_call_impl = None
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
