@@ -3,12 +3,14 @@
     python eval/real_models/publish.py
 
     benchmarks/results/real_gemma.csv, real_minilm.csv      read: what `python eval/real_models` wrote
+    benchmarks/results/real_gemma_tasks.csv                 read: the same with two tasks of lm-eval, one seed
     benchmarks/results/real_demo_gptq.csv                   read: QAT of the demo model from calibrated PTQ
     benchmarks/results/real_gemma_kv.csv, real_demo_kv.csv  read where these exist: KV caches
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and docs/choosing.md's table
     README.md, docs/evidence/real-models.md                 between pairs of marks; docs/kv-cache.md, too
 
-A table is of one budget, `TOKENS`. Nothing is typed by hand, so that a page has the numbers of the runs.
+A table is of one budget, `TOKENS`, unless it says otherwise. Nothing is typed by hand, so that a page has the numbers
+of the runs.
 """
 
 from __future__ import annotations
@@ -160,6 +162,27 @@ def starts(lines: Sequence[Line]) -> str:
     return table(heads, made)
 
 
+def budgets(lines: Sequence[Line]) -> str:
+    """Return the table of recipes that were trained on more than one budget."""
+    base, made = average(only(lines, stage="float"), PERPLEXITY), []
+    for recipe, untrained, _ in quantised(lines):
+        of = only(lines, row=recipe, stage="qat", served="")
+        tokens = sorted({line["tokens"] for line in of}, key=int)
+        for some in tokens if len(tokens) > 1 else ():
+            at = only(of, tokens=some)
+            share = recovered(base, float(untrained[PERPLEXITY]), average(at, PERPLEXITY))
+            scores = (
+                (PERPLEXITY, ".2f"),
+                ("wikitext_kl", ".3f"),
+                ("wikitext_top1", ".3f"),
+                ("other_word_perplexity", ".2f"),
+            )
+            cells = [cell(at, name, form) for name, form in scores]
+            cells.insert(1, f"{100 * share:.0f}")
+            made.append((f"`{recipe}`", f"{int(some) / 1e6:g} M", str(len(at)), *cells))
+    return table(("recipe", "tokens", "seeds", "QAT", "recovered, %", "KL", "top-1", "other text"), made)
+
+
 def floats(lines: Sequence[Line]) -> str:
     """Return the table of the float model, as it was and trained on the same tokens."""
     named = [("as it was", only(lines, stage="float"))]
@@ -298,7 +321,8 @@ def pages_of(command: str) -> str:
 
 def publish(root: Path = ROOT) -> None:
     """Write all pages."""
-    gemma, minilm, demo = (read(name, root) for name in ("real_gemma", "real_minilm", "real_demo_gptq"))
+    names = ("real_gemma", "real_gemma_tasks", "real_minilm", "real_demo_gptq")
+    gemma, scored, minilm, demo = (read(name, root) for name in names)
     (root / "aoquant" / "tools" / "measured.csv").write_text(measured(gemma), encoding="utf-8")
     choosing.measured.cache_clear()
     page = root / "docs" / "choosing.md"
@@ -309,18 +333,24 @@ def publish(root: Path = ROOT) -> None:
     page.write_text("\n".join(text), encoding="utf-8")
     pages.between(root / "README.md", "real models", f"{readme(gemma)}\n\n{wrapped(source(gemma))}")
     pages.between(root / KV_PAGE, "measured", kv_caches(root))
-    for name, made in contents(gemma, minilm, demo).items():
+    for name, made in contents(gemma, scored, minilm, demo).items():
         pages.between(root / PAGE, name, made)
 
 
-def contents(gemma: Sequence[Line], minilm: Sequence[Line], demo: Sequence[Line]) -> dict[str, Any]:
-    """Return what stands between the marks of docs/evidence/real-models.md."""
+def contents(
+    gemma: Sequence[Line], scored: Sequence[Line], minilm: Sequence[Line], demo: Sequence[Line]
+) -> dict[str, Any]:
+    """Return what stands between the marks of docs/evidence/real-models.md. scored: rows with tasks; of calibrated
+    starts the first seeds are there.
+    """
     return {
         "rows": f"{all_rows(gemma)}\n\n{wrapped(source(gemma))}",
         "floats": floats(gemma),
         "exactness": exactness(gemma),
         "other tools": beside(gemma),
-        "starts": starts(gemma),
+        "budgets": budgets(gemma),
+        "starts": starts([*gemma, *(line for line in scored if "+" in line["row"])]),
+        "tasks": tasks(scored),
         "starts of the demo model": starts(demo),
         "embeddings": embeddings(minilm),
     }
