@@ -18,8 +18,9 @@ class CalibrateConfig:
         "smoothquant" computes one from `alpha`, for recipes that quantise activations; both are folded into the layer
         before. "clip" searches smaller scales for blocks. "r1" rotates the residual stream and "r2" the values of each
         head, fused into the weights. Without "gptq", codes are the nearest.
-    asymmetric: let each layer make up for the errors of the layers before it, too (GPTAQ, Qronos). The float model then
-        runs beside the quantised one, which doubles the time of the forward passes. False is GPTQ as published.
+    asymmetric: let each layer make up for part of the errors of the layers before it, too (GPTAQ, Qronos): three
+        quarters, or half where its input is rounded. The float model then runs beside the quantised one, which doubles
+        the time of the forward passes. False is GPTQ as published.
     act_order: round the columns with the largest inputs first. Scales are those of the original weight.
     damping: share of the mean of the Gram matrix's diagonal that is added to it; 10 and 100 times that where this is
         not enough, which the report says.

@@ -24,16 +24,17 @@ from aoquant.files.safetensors_file import digest
 from aoquant.formats import Encoded
 from aoquant.ptq.ptq_report import PTQRow
 
+RULES = 2  # raised when the same calibration gives other codes than before
 _PARTS = ("codes", "scale", "zero", "outer")
 Found = dict[str, tuple[Encoded | None, PTQRow]]
 
 
 def key_of(model: nn.Module, batches: Sequence[Any], asked: object) -> str:
-    """Return what codes depend on, as a hash: weights and buffers, batches, and the config's text."""
+    """Return what codes depend on, as a hash: weights and buffers, batches, the config, this version's rules."""
     given = [(str(at), t) for at, t in enumerate(tree_leaves(list(batches)))]
     tensors = [*model.state_dict().items(), *((at, t) for at, t in given if isinstance(t, Tensor))]
     others = [(at, t) for at, t in given if not isinstance(t, Tensor)]
-    return hashlib.sha256(f"{digest(tensors)} {asked!r} {others!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{RULES} {digest(tensors)} {asked!r} {others!r}".encode()).hexdigest()
 
 
 class Blocks:
@@ -46,7 +47,7 @@ class Blocks:
         """Return the codes and rows of a block's layers; None where it is not finished.
 
         Raises:
-            ValueError: the file is damaged, or of another model, config or data.
+            ValueError: the file is damaged, or of another model, config, data or version.
         """
         path = self._path(fqn)
         if not path.exists():
@@ -56,7 +57,7 @@ class Blocks:
                 notes = file.metadata() or {}
                 if notes.get("key") != self.key:
                     raise ValueError(
-                        f"{path}: it is of a calibration of another model, config or data: give an empty folder, or remove this one"
+                        f"{path}: it is of a calibration of another model, config, data or version: give an empty folder, or remove this one"
                     )
                 parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:

@@ -85,7 +85,7 @@ def calibrate_ptq(
         ValueError: naming each layer that cannot take its config, that no batch reaches, whose input holds NaN or Inf
             or is padding alone, whose scales cannot be held where step is "prepare", or whose weight is tied or
             sharded, or the modules that its method's scales or rotations cannot be folded into; or there are no
-            batches; or checkpoint is of another model, config or data. The model is unchanged then.
+            batches; or checkpoint is of another model, config, data or version. The model is unchanged then.
 
     Example:
 

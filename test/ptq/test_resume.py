@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from aoquant import AoquantWarning, CalibrateConfig, PackedWeightConfig, calibrate_ptq
 from aoquant.linear.tensor import same_bits
+from aoquant.ptq import resume
 
 
 class Killed(BaseException):
@@ -66,7 +67,7 @@ def test_a_resumed_calibration_warns_of_few_tokens_too(tmp_path: Path) -> None:
         assert len([w for w in warned if "tokens for K" in str(w.message)]) == 1
 
 
-def test_another_model_config_or_data_is_refused(tmp_path: Path) -> None:
+def test_another_model_config_data_or_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"), checkpoint=tmp_path)
     other = model()
     other[2][0].bias.data += 1
@@ -76,9 +77,13 @@ def test_another_model_config_or_data_is_refused(tmp_path: Path) -> None:
         (model(), batches(), CalibrateConfig("int4-g32", damping=0.02)),
     ]
     for net, data, config in cases:
-        with pytest.raises(ValueError, match="another model, config or data"):
+        with pytest.raises(ValueError, match="another model, config"):
             calibrate_ptq(net, data, config, checkpoint=tmp_path)
         assert type(net[0][0]) is nn.Linear
+    with monkeypatch.context() as older:
+        older.setattr(resume, "RULES", resume.RULES - 1)
+        with pytest.raises(ValueError, match="another model, config"):
+            calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"), checkpoint=tmp_path)
     file = min(tmp_path.iterdir())
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match="damaged"):
