@@ -16,7 +16,9 @@ SHARES = tuple(1 - i / 20 for i in range(11))  # 1, .95, ..., .5
 
 
 def encode(format: Format, w_NK: Tensor, held: Scales | None, gram_KK: Tensor) -> Encoded:
-    """Return codes of a weight (N, K) under the block scales that err least. held: scales whose outer one stays."""
+    """Return codes of a weight (N, K) under the block scales that err least. w_NK: the one that codes are chosen for.
+    held: scales whose outer one stays.
+    """
     n, k = w_NK.shape
     block, tile = format.block or k, format.tile_rows
     w_NGB = w_NK.unflatten(1, (-1, block))

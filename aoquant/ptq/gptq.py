@@ -5,7 +5,8 @@ With U the upper Cholesky factor of (H + damping)^-1, columns in the order of fa
 
     q_j = nearest value that a code stands for;  e_j = (w_j - q_j) / U_jj;  w_i -= e_j U_ji for all i > j
 
-Scales are those of the original weight and stay ("static groups"), so any format's codes can be chosen in any order.
+Scales are those of the original weight, or of `clip.py`, and stay ("static groups"), so any format's codes can be
+chosen in any order.
 The loop is `ops/columns.py`. The asymmetric target makes up for errors of earlier layers, too: their outputs x differ
 from the float model's x', and W* = W C (H + damping)^-1 with C = sum x'^T x is the weight that gives x' W^T from x, as
 closely as a linear layer can. Codes are chosen for a weight that is a share of the way from W to W* (GPTAQ's alpha):
