@@ -16,12 +16,15 @@ import json
 import queue
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from experiments.rows import Row
 from experiments.students import CALIBRATION, Student, weight_bits
+from experiments.tuning import ATTENTION
 from graphed import graphed
 from provenance import provenance
 from safetensors import safe_open
@@ -147,6 +150,7 @@ class Worker:
             model = student.prepared(keys[0]["seed"])
             # sentences have no common length; torchao's layers and liger's cross entropy read numbers back
             graph = self.o.device == "cuda" and row.kind != "torchao" and keys[0]["loss"] == "kl"
+            graph = graph and self.o.block <= (sliding_window(self.float_model) or self.o.block)
             found.update(self._train(model, keys[0]["loss"], keys[0]["seed"], graph))
             found["model"], found["scores"] = model.eval(), self.task.score(model)
             return self._served(row, student, keys[0], found)
@@ -156,7 +160,7 @@ class Worker:
             self._result(key, lambda key=key: self._served(row, student, key, found))
 
     def _train(self, model: Any, loss: str, seed: int, graph: bool) -> dict[str, Any]:
-        """Train a prepared model. graph: as one CUDA graph; its kernels are small, and Python is slower than they."""
+        """Train a prepared model. graph: as a CUDA graph of compiled layers; Python is slower than their kernels."""
         o, device = self.o, self.float_model.device
         steps = max(1, round(o.tokens / (o.batch * o.block)))
         blocks_BT = self.task.blocks_BT.to(device)
@@ -175,7 +179,11 @@ class Worker:
 
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        run = graphed(step, model, optimizer, blocks_BT[order_SB[0]]) if graph else step
+        if graph:
+            with for_capture(model, self.float_model):
+                run = graphed(step, model, optimizer, blocks_BT[order_SB[0]])
+        else:
+            run = step
         losses, began = torch.zeros(steps, device=device), time.perf_counter()
         for i in range(steps):
             if i == 1:  # the first one compiles kernels
@@ -224,6 +232,36 @@ class Worker:
         gc.collect()
         if o.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def sliding_window(model: Any) -> int | None:
+    """Return how many tokens attention of some layer reaches back at most; None where all reach to the beginning."""
+    window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
+    return window
+
+
+@contextmanager
+def for_capture(student: Any, teacher: Any) -> Iterator[None]:
+    """Compile decoder layers, whose kernels a graph keeps, and let attention be causal by flag: during a capture
+    transformers makes a mask, and compiled layers that meet one compile again, which breaks the capture.
+
+    For blocks that a sliding window holds. Layers with quantised KV caches are not compiled.
+    """
+    models = (student, teacher)
+    layers = [layer for model in models for layer in model.get_decoder().layers]
+    before = teacher.config.get_text_config()._attn_implementation
+    torch._dynamo.reset()  # rows have other layers, and few versions of one function are kept
+    for model in models:
+        model.set_attn_implementation(ATTENTION)
+    for layer in () if hook.quantised(student) else layers:
+        layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        for model in models:
+            model.set_attn_implementation(before)
 
 
 def append(path: Path, line: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import json
@@ -17,10 +18,12 @@ from support.experiments import ROOT
 from support.models import distillation_loss
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from aoquant import quantize_
 from aoquant.integrations import losses
 from aoquant.integrations.text import assets
+from aoquant.recipes import get_recipe
 
 BOS = 1
 SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -78,6 +81,30 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
     assert lines(tmp_path / "r.csv") == made  # nothing is done twice
     with pytest.raises(ValueError, match="no recipe"):
         real.main([*call, "--rows", "int9"])
+
+
+def test_a_capture_trains_what_eager_steps_do(real: Any) -> None:
+    """Compiled layers and attention that is causal by flag, of a model whose attention slides, and nothing stays."""
+    worker, causal = (importlib.import_module(f"real_models.{name}") for name in ("worker", "causal"))
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(vocab_size=256, head_dim=32, sliding_window=32, num_key_value_heads=1, **SIZE)
+    teacher = Gemma3ForCausalLM._from_config(config, dtype=torch.float32).eval()
+    student = copy.deepcopy(teacher).train()
+    quantize_(student, get_recipe("int4-g32").prepare())
+    task = causal.CausalLM(teacher, text("train", 9, 90), BOS, 4, 32)
+    assert worker.sliding_window(teacher) == 32
+
+    def gradients() -> list[Tensor]:
+        loss = task.loss(student, task.blocks_BT[:4], "kl")
+        return [loss.detach(), *torch.autograd.grad(loss, list(student.parameters()))]
+
+    eager = gradients()
+    with worker.for_capture(student, teacher):
+        assert all(layer._compiled_call_impl for model in (student, teacher) for layer in model.model.layers)
+        assert student.config._attn_implementation != "sdpa"
+        torch.testing.assert_close(gradients(), eager)
+    assert not any(layer._compiled_call_impl for model in (student, teacher) for layer in model.model.layers)
+    assert student.config._attn_implementation == teacher.config._attn_implementation == "sdpa"
 
 
 def test_tasks_of_lm_eval_are_scored_by_its_rule(real: Any, tmp_path: Path) -> None:
