@@ -221,8 +221,11 @@ def rows(
     for c in choices:
         cells: tuple[str, ...] = ("not measured", "", "", "")
         if (m := found.get(c.recipe)) is not None:
-            trained = ("", "") if m.qat is None else (f"{m.qat / m.float_model:.3f}", str(m.seeds))
-            cells = (f"{m.bits:.2f}", f"{m.ptq / m.float_model:.3f}", *trained)
+            ptq, qat = (
+                "" if value is None else f"{value / m.float_model:{'.3f' if value < 1e6 else '.1e'}}"
+                for value in (m.ptq, m.qat)
+            )
+            cells = (f"{m.bits:.2f}", ptq, qat, str(m.seeds) if m.qat is not None else "")
         made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *cells))
     return made
 

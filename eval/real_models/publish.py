@@ -4,6 +4,7 @@
 
     benchmarks/results/real_gemma.csv, real_minilm.csv      read: what `python eval/real_models` wrote
     benchmarks/results/real_gemma_tasks.csv                 read: the same with two tasks of lm-eval, one seed
+    benchmarks/results/real_gemma_rates.csv                 read: other learning rates, scored on validation pages
     benchmarks/results/real_demo_gptq.csv                   read: QAT of the demo model from calibrated PTQ
     benchmarks/results/real_gemma_kv.csv, real_demo_kv.csv  read where these exist: KV caches
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and docs/choosing.md's table
@@ -36,7 +37,7 @@ from real_models.tasks import ANSWER  # noqa: E402
 Line = dict[str, str]
 TOKENS = "500000"
 PERPLEXITY = "wikitext_word_perplexity"
-HEADLINES = ("int4-g128", "vllm-w4a16-g128", "gguf-q4_0", "nvfp4", "mxfp4", "fp8")
+HEADLINES = ("int4-g128", "vllm-w4a16-g128", "gguf-q4_0", "nvfp4", "mxfp4")
 PEER = "vllm-w4a16-g128"  # which has the format of `rows.PEERS`
 PAGE, KV_PAGE = "docs/evidence/real-models.md", "docs/kv-cache.md"
 KV_MODELS = {
@@ -66,6 +67,7 @@ def cell(lines: Sequence[Line], name: str, form: str = ".2f") -> str:
     if not lines:
         return ""
     values = [float(line[name]) for line in lines]
+    form = form if abs(mean(values)) < 1e6 else ".2g"
     return f"{mean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
 
 
@@ -167,9 +169,9 @@ def budgets(lines: Sequence[Line]) -> str:
     base, made = average(only(lines, stage="float"), PERPLEXITY), []
     for recipe, untrained, _ in quantised(lines):
         of = only(lines, row=recipe, stage="qat", served="")
-        tokens = sorted({line["tokens"] for line in of}, key=int)
-        for some in tokens if len(tokens) > 1 else ():
-            at = only(of, tokens=some)
+        runs = sorted({(int(line["tokens"]), line["rate"]) for line in of})
+        for tokens, rate in runs if len(runs) > 1 else ():
+            at = only(of, tokens=str(tokens), rate=rate)
             share = recovered(base, float(untrained[PERPLEXITY]), average(at, PERPLEXITY))
             scores = (
                 (PERPLEXITY, ".2f"),
@@ -179,8 +181,17 @@ def budgets(lines: Sequence[Line]) -> str:
             )
             cells = [cell(at, name, form) for name, form in scores]
             cells.insert(1, f"{100 * share:.0f}")
-            made.append((f"`{recipe}`", f"{int(some) / 1e6:g} M", str(len(at)), *cells))
-    return table(("recipe", "tokens", "seeds", "QAT", "recovered, %", "KL", "top-1", "other text"), made)
+            made.append((f"`{recipe}`", f"{tokens / 1e6:g} M", rate, str(len(at)), *cells))
+    return table(("recipe", "tokens", "rate", "seeds", "QAT", "recovered, %", "KL", "top-1", "other text"), made)
+
+
+def rates(lines: Sequence[Line], searched: Sequence[Line]) -> str:
+    """Return the table of learning rates, by the KL on validation pages. searched: lines that have no other scores."""
+    of = [line for line in (*lines, *searched) if line["tokens"] == "2000000" and line["validation_kl"]]
+    of.sort(key=lambda line: (line["row"], float(line["rate"]), line["seed"]))
+    made = [(f"`{line['row']}`", line["rate"], line["seed"], pages_of(line["command"], "validation"),
+             cell([line], "validation_kl", ".4f")) for line in of]  # fmt: skip
+    return table(("recipe", "rate", "seed", "scored on", "KL"), made)
 
 
 def floats(lines: Sequence[Line]) -> str:
@@ -197,10 +208,10 @@ def exactness(lines: Sequence[Line]) -> str:
     """Return what moved between training and serving: aoquant's QAT beside torchao's on the same kernel."""
     made = []
     for line in only(lines, stage="qat", tokens=TOKENS):
-        if not line["prompts"]:  # its greedy answers were not compared
+        if not (line["prompts"] or line["served"]):  # its greedy answers were not compared
             continue
         trained, served = float(line[f"trained_{PERPLEXITY}"]), float(line[PERPLEXITY])
-        changed = f"{line['prompts_changed']} of {line['prompts']}"
+        changed = f"{line['prompts_changed']} of {line['prompts']}" if line["prompts"] else ""
         drift = f"{100 * (served / trained - 1):+.4f} %" if line["equal"] != "True" else "0"
         kernel = "torchao's layer" if line["served"] == "torchao" else f"`{line['served'] or line['row']}`"
         made.append((kernel, f"`{line['row']}`", f"{trained:.2f}", f"{served:.2f}", drift, changed))
@@ -313,16 +324,16 @@ def kv_scores(untrained: Line, lines: Sequence[Line]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def pages_of(command: str) -> str:
-    """Return which test pages a command scored."""
+def pages_of(command: str, of: str = "test") -> str:
+    """Return which pages of a kind a command scored."""
     words = command.split()
-    return f"the first {words[words.index('--pages') + 1]} test pages" if "--pages" in words else "the test pages"
+    return f"the first {words[words.index('--pages') + 1]} {of} pages" if "--pages" in words else f"the {of} pages"
 
 
 def publish(root: Path = ROOT) -> None:
     """Write all pages."""
-    names = ("real_gemma", "real_gemma_tasks", "real_minilm", "real_demo_gptq")
-    gemma, scored, minilm, demo = (read(name, root) for name in names)
+    names = ("real_gemma", "real_gemma_tasks", "real_gemma_rates", "real_minilm", "real_demo_gptq")
+    gemma, scored, searched, minilm, demo = (read(name, root) for name in names)
     (root / "aoquant" / "tools" / "measured.csv").write_text(measured(gemma), encoding="utf-8")
     choosing.measured.cache_clear()
     page = root / "docs" / "choosing.md"
@@ -333,15 +344,19 @@ def publish(root: Path = ROOT) -> None:
     page.write_text("\n".join(text), encoding="utf-8")
     pages.between(root / "README.md", "real models", f"{readme(gemma)}\n\n{wrapped(source(gemma))}")
     pages.between(root / KV_PAGE, "measured", kv_caches(root))
-    for name, made in contents(gemma, scored, minilm, demo).items():
+    for name, made in contents(gemma, scored, searched, minilm, demo).items():
         pages.between(root / PAGE, name, made)
 
 
 def contents(
-    gemma: Sequence[Line], scored: Sequence[Line], minilm: Sequence[Line], demo: Sequence[Line]
+    gemma: Sequence[Line],
+    scored: Sequence[Line],
+    searched: Sequence[Line],
+    minilm: Sequence[Line],
+    demo: Sequence[Line],
 ) -> dict[str, Any]:
     """Return what stands between the marks of docs/evidence/real-models.md. scored: rows with tasks; of calibrated
-    starts the first seeds are there.
+    starts the first seeds are there. searched: other learning rates.
     """
     return {
         "rows": f"{all_rows(gemma)}\n\n{wrapped(source(gemma))}",
@@ -349,6 +364,7 @@ def contents(
         "exactness": exactness(gemma),
         "other tools": beside(gemma),
         "budgets": budgets(gemma),
+        "rates": rates(gemma, searched),
         "starts": starts([*gemma, *(line for line in scored if "+" in line["row"])]),
         "tasks": tasks(scored),
         "starts of the demo model": starts(demo),

@@ -2,14 +2,15 @@
 
 `float-ce` is the float model fine-tuned by cross entropy. `float-kl` is the float model distilled from itself, whose
 gradient is zero: it shows that the loop adds nothing. `torchao-NAME` is trained by torchao's own `QATConfig` and served
-in torchao's converted layers, and again with its trained weights quantised by each recipe of `SERVED`, which has the
-same grid: the kernel or file that aoquant's row of that recipe was trained for. `kv-FORMAT` quantises KV caches alone,
-`kv-fp8-query` queries too, and `NAME-kv-FORMAT` the layers of a recipe as well. `NAME+METHOD`, such as `nvfp4+gptq` or
-`int4-g128+r1+r2+gptq`, is a recipe whose PTQ is calibrated on training blocks, and whose QAT starts from these codes
-under held scales. Neither kind is run unless it is named. `NAME@RECIPE` has embedding and head under another recipe:
-the PTQ of `gguf-q4_0@gguf-q8_0` is what llama.cpp's own quantiser writes as Q4_0 of a model whose width is no multiple
-of 256, block for block; others get Q6_K there. `PEERS` are llm-compressor's PTQ, in the format of `vllm-w4a16-g128`;
-they run where its package is installed, if they are named.
+in torchao's converted layers, and again with its trained weights quantised by each recipe of `SERVED`, the kernel or
+file that aoquant's row of that recipe was trained for. The grid is the same, but that of `gguf-q4_0` for `intx4-g32`
+has the same width and groups alone. `kv-FORMAT` quantises KV caches alone, `kv-fp8-query` queries too, and
+`NAME-kv-FORMAT` the layers of a recipe as well. `NAME+METHOD`, such as `nvfp4+gptq` or `int4-g128+r1+r2+gptq`, is a
+recipe whose PTQ is calibrated on training blocks, and whose QAT starts from these codes under held scales. Neither kind
+is run unless it is named. `NAME@RECIPE` has embedding and head under another recipe: the PTQ of `gguf-q4_0@gguf-q8_0`
+is what llama.cpp's own quantiser writes as Q4_0 of a model whose width is no multiple of 256, block for block; others
+get Q6_K there. `PEERS` are llm-compressor's PTQ, in the format of `vllm-w4a16-g128`; they run where its package is
+installed, if they are named.
 """
 
 from __future__ import annotations

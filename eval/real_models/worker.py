@@ -192,9 +192,12 @@ class Worker:
             optimizer.param_groups[0]["lr"].fill_(rate_at(o.rate, i, steps))
             losses[i] = run(blocks_BT[order_SB[i]])
         share, seen = max(1, steps // 20), losses.tolist()
+        first, last = sum(seen[:share]) / share, sum(seen[-share:]) / share
+        if not last < max(2 * first, 0.1):
+            raise ValueError(f"diverged: a loss of {first:.4f} at the beginning, {last:.4f} at the end")
         return {
-            "first_loss": sum(seen[:share]) / share,
-            "last_loss": sum(seen[-share:]) / share,
+            "first_loss": first,
+            "last_loss": last,
             "seconds_step": round((time.perf_counter() - began) / max(1, steps - 1), 4),
             "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device.type == "cuda" else "",
         }

@@ -285,11 +285,11 @@ def test_chunks_have_the_gradients_of_the_whole(
 
 def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
     publish = importlib.import_module("real_models.publish")
-    gemma, scored, minilm, demo = (
-        publish.read(f"real_{name}") for name in ("gemma", "gemma_tasks", "minilm", "demo_gptq")
+    gemma, scored, searched, minilm, demo = (
+        publish.read(f"real_{name}") for name in ("gemma", "gemma_tasks", "gemma_rates", "minilm", "demo_gptq")
     )
     page = (ROOT / publish.PAGE).read_text(encoding="utf-8")
-    for name, made in publish.contents(gemma, scored, minilm, demo).items():
+    for name, made in publish.contents(gemma, scored, searched, minilm, demo).items():
         assert f"<!-- {name} -->\n\n{made}\n\n<!-- end of {name} -->" in page
     kv_page = (ROOT / publish.KV_PAGE).read_text(encoding="utf-8")
     assert f"<!-- measured -->\n\n{publish.kv_caches()}\n\n<!-- end of measured -->" in kv_page
