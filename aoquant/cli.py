@@ -38,7 +38,7 @@ ADVICE = {
     ),
     "load the model whole and use aoquant.quantize_": "load the model whole, in Python, and use aoquant.quantize_",
     "quantize_(model, QATConfig(config, step='prepare')), aoquant.calibrate(model, forward_loop), then "
-    "quantize_(model, QATConfig(step='convert'))": "`aoquant run` calibrates it",
+    "quantize_(model, QATConfig(step='convert'))": "calibrate it: `aoquant run`, or --ptq gptq --calibrate FILE",
     'aoquant.FP8WeightConfig(granularity="block")': "--recipe fp8-block",
     "aoquant.FP8WeightConfig": "--recipe fp8",
     "aoquant.MXFP8WeightConfig": "--recipe mxfp8",
@@ -163,6 +163,7 @@ def convert(
     calibrate: Path | None = None,
     samples: int = 128,
     length: int = 2048,
+    export: Path | None = None,
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
 
@@ -192,6 +193,7 @@ def convert(
         calibrate: a file of text (.txt, .jsonl, .xz) for --ptq.
         samples: sequences of text that it sees.
         length: tokens of each, at most the model's positions.
+        export: a folder to write for the engine that the recipe is for, too, and its command.
     """
     from aoquant.recipes import mixed
 
@@ -202,47 +204,42 @@ def convert(
 
         all_layers = with_embeddings(model_on_meta(model, dtype), embeddings_recipe or recipe, layers, skip)
         config = mixed(recipe, all_layers, skip)
+    if export is not None and export.exists():
+        raise ValueError(f"{export} exists: remove it or choose another --export")
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
-    if calibrate is not None:
-        from aoquant import export, serving  # noqa: F401 export says what vLLM's formats cannot hold
-        from aoquant.config import WeightConfig
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "max_shard_size": max_shard_size}
+    how["skip_incompatible"] = skip_incompatible
+    if calibrate is None:
+        from aoquant.integrations.stream import convert_checkpoint
+
+        print(convert_checkpoint(model, config, out, verify=verify, **how))
+    else:
         from aoquant.integrations.calibrated import convert_calibrated
-        from aoquant.integrations.job import engine_format
-        from aoquant.planning.choose import each
         from aoquant.ptq.calibrate_config import CalibrateConfig
 
         asked = CalibrateConfig(config, method=ptq)
-        how: dict[str, Any] = {
-            "samples": samples,
-            "length": length,
-            "device": device,
-            "dtype": dtype,
-            "max_shard_size": max_shard_size,
-        }
-        print(convert_calibrated(model, asked, out, calibrate, skip_incompatible=skip_incompatible, **how))
-        layout = engine_format(config)
-        recipes = [] if layout == "gguf" else [c.recipe() for c in each(config) if isinstance(c, WeightConfig)]
-        refused = [reason for recipe in recipes for reason in serving.refused(recipe, "vllm")]
-        print(
-            f"written: {out}. "
-            + (refused or [f"For an engine: aoquant export {out} --format {layout} --out served"])[0]
-        )
-        return
-    from aoquant.integrations.stream import convert_checkpoint
+        print(convert_calibrated(model, asked, out, calibrate, samples=samples, length=length, **how))
+    _for_engine(config, out, export)
 
-    print(
-        convert_checkpoint(
-            model,
-            config,
-            out,
-            max_shard_size=max_shard_size,
-            device=device,
-            dtype=dtype,
-            verify=verify,
-            skip_incompatible=skip_incompatible,
-        )
-    )
+
+def _for_engine(config: Any, converted: Path, served: Path | None) -> None:
+    """Export a converted folder to `served` and print the engine's command; without one, print how, or why not."""
+    from aoquant import serving
+    from aoquant.export import check
+    from aoquant.export import export as write
+    from aoquant.integrations.job import engine_format
+
+    layout = engine_format(config)
+    if served is not None:
+        written = write(converted, served, layout)
+        print(f"written: {written}\n{serving.command(written)}")
+        return
+    try:
+        check(converted, layout)
+        print(f"written: {converted}. For an engine: aoquant export {converted} --format {layout} --out served")
+    except (ImportError, ValueError) as error:
+        print(f"written: {converted}. Not for an engine yet: {error}")
 
 
 def choose(

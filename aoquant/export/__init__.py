@@ -76,12 +76,16 @@ def export(
     return hf_folder.write(found, Path(directory), **_layout(format), max_shard_size=max_shard_size, **asked)
 
 
-def check(model: nn.Module, format: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Raise what `export` of a converted model would raise for its numbers and its tokenizer; nothing is written."""
+def check(
+    model: nn.Module | str | os.PathLike[str], format: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Raise what `export` of a converted model, or of the folder of one, would raise for its numbers and its tokenizer;
+    nothing is written.
+    """
     _check(format, tokenizer)
     from aoquant.export import hf_folder, source
 
-    found = source.of_model(model)
+    found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
     if format == "gguf":
         from aoquant.export import gguf_file
 

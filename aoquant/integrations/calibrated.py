@@ -8,6 +8,7 @@ and its packed weights are mapped from there. So one block is in memory, and its
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,4 +76,6 @@ def calibration(
     documents = load_documents(text)
     tokenizer, loaded = load_float(str(model), dtype, device)
     blocks_BT = token_blocks(documents, tokenizer, min(length, positions(loaded) or length))[:samples].to(device)
+    if len(blocks_BT) < samples:
+        print(f"calibrated on {len(blocks_BT)} sequences, the whole text: --samples {samples}", file=sys.stderr)
     return loaded, tokenizer, [{"input_ids": ids_BT} for ids_BT in blocks_BT.split(BATCH)]

@@ -13,7 +13,7 @@ from support.killed import interrupted
 from support.meters import is_mapped
 from support.models import llama
 
-from aoquant import CalibrateConfig, calibrate_ptq
+from aoquant import CalibrateConfig, calibrate_ptq, cli
 from aoquant.integrations.calibrated import calibration, convert_calibrated
 from aoquant.integrations.hf import load_pretrained, save_pretrained
 from aoquant.linear.tensor import same_bits
@@ -69,3 +69,23 @@ def test_weights_stay_in_their_files(folder: Path) -> None:
     """On Linux, weights that transformers loads as they are stored are mapped: no memory of the process holds them."""
     model, _, _ = calibration(folder / "model", folder / "text.jsonl", 6, 48, "cpu", "auto")
     assert all(is_mapped(p, folder) for p in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["vllm-w4a16-g32", "vllm-nvfp4", "gguf-q4_0"])
+def test_a_folder_for_the_engine_and_its_command(recipe: str, folder: Path, capsys: Any) -> None:
+    """Also of NVFP4 whose siblings share an outer scale that calibration finds."""
+    out, served, text = folder / "out", folder / "served", folder / "text.jsonl"
+    given: dict[str, Any] = {"ptq": "gptq", "calibrate": text, "samples": 6, "length": 48}
+    cli.convert(folder / "model", recipe, out, **given, export=served)
+    said = capsys.readouterr().out
+    assert ("llama-server" if recipe.startswith("gguf") else f"vllm serve {served}") in said and any(served.iterdir())
+    with pytest.raises(ValueError, match="served exists"):
+        cli.convert(folder / "model", recipe, folder / "again", **given, export=served)
+    assert not (folder / "again").exists()
+
+
+def test_convert_says_what_export_of_its_folder_would(folder: Path, capsys: Any) -> None:
+    for recipe, fits in (("vllm-nvfp4", True), ("int4-g32", False)):
+        cli.convert(folder / "model", recipe, folder / recipe, ptq="gptq", calibrate=folder / "text.jsonl", samples=6)
+        said = capsys.readouterr().out.partition("written: ")[2]
+        assert ("aoquant export" in said) is fits and ("self_attn.q_proj" in said) is not fits

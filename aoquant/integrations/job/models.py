@@ -165,6 +165,8 @@ def _patterns(names: list[str], every: list[str]) -> list[str]:
 def prepare_calibrated(model: nn.Module, config: Any, o: Options, blocks_BT: Tensor, documents: Documents) -> None:
     """Prepare with the codes that GPTQ chooses on blocks of calibration text."""
     device = next(model.parameters()).device
+    if len(blocks_BT) < o.samples:
+        print(f"calibrated on {len(blocks_BT)} blocks, the whole text: --samples {o.samples}", file=sys.stderr)
     batches = [documents.inputs(ids.to(device)) for ids in blocks_BT[: o.samples].split(o.batch_size)]
     report = calibrate_ptq(model, batches, CalibrateConfig(config, method=o.ptq), step="prepare")
     print(report, file=sys.stderr)

@@ -187,8 +187,10 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
         CalibrateConfig(self.recipe, self.ptq)  # refuses an unknown method
         if self.samples < 1:
             raise ValueError(f"samples must be positive, got {self.samples}")
-        if self.calibrate is not None and (self.ptq == "nearest" or not self.calibrate.is_file()):
-            raise ValueError(f"calibrate must be an existing file beside --ptq METHOD, got {str(self.calibrate)!r}")
+        if self.calibrate is not None and self.ptq == "nearest":
+            raise ValueError("calibrate belongs to --ptq METHOD: choose a method, or leave it out")
+        if self.calibrate is not None and not self.calibrate.is_file():
+            raise ValueError(f"calibrate must be an existing file, got {str(self.calibrate)!r}")
         self._check_training()
         find_pages(self.wikitext, None)
         if self.model is not None and self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():
