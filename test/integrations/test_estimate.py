@@ -70,6 +70,16 @@ def test_activations_follow_the_micro_batch(folder: Path) -> None:
     assert 1.9 < whole.saved / half.saved < 2.5
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_in_float32_are_traced(family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Fake tensors know their grouped products in bfloat16 alone."""
+    config = CONFIG_MAPPING[family](**SIZES, num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = [needs.trace(str(tmp_path), dtype, "cpu", 64) for dtype in (torch.float32, torch.bfloat16)]
+    assert found[0] and found[1] and found[0].operations == found[1].operations
+    assert found[0].saved >= 1.5 * found[1].saved and "fake_tensor" not in capfd.readouterr().err
+
+
 def test_frozen_parts_have_no_optimizer(folder: Path) -> None:
     whole, part = (needs.estimate(options(folder, freeze=names)) for names in ([], ["model.embed_tokens"]))
     assert whole is not None and part is not None

@@ -221,8 +221,8 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         f"{len(losses)} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(described, o.texts))}, at {rate:g}"
     )
     if o.ptq != "nearest":
-        text = described(o.calibrate) if o.calibrate else "the training text"
-        trained_on += f"; PTQ by {o.ptq} on up to {o.samples} blocks of {text}, where QAT began"
+        seen = described(o.calibrate) if o.calibrate else "the training text"
+        trained_on += f"; PTQ by {o.ptq} on up to {o.samples} blocks of {seen}, where QAT began"
     if len(losses) < steps:
         trained_on += f"; QAT stopped early, at a gap of {o.stop_at_gap:g} nats a token: {steps} were planned"
     result = ranks.share(

@@ -7,9 +7,10 @@ machine shows in a fifth of a second; encoding, decoding and everything else com
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from aoquant.integrations.lm_eval import WINDOW, positions
 from aoquant.integrations.losses import BLOCK_BYTES, chunk_rows
 from aoquant.integrations.text import assets, find_pages
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _OPTIMIZER = 12  # bytes a trained parameter: a float32 master and AdamW's two moments
 _BYTES_PER_TOKEN = 4  # of text: what tokenizers of English make of it
 
@@ -115,6 +117,14 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
 
 def trace(model: str, dtype: torch.dtype, device: str, block: int, frozen: Sequence[str] = ()) -> Traced | None:
     """Run the model of a folder or hub id on fake tensors. None: there is no model, or it looks at values."""
+    found = _traced(model, dtype, device, block, frozen)
+    if found is None and dtype is not torch.bfloat16:  # fake tensors know grouped products of experts in bfloat16 alone
+        found = _traced(model, torch.bfloat16, device, block, frozen)
+        found = found and replace(found, saved=found.saved * dtype.itemsize // torch.bfloat16.itemsize)
+    return found
+
+
+def _traced(model: str, dtype: torch.dtype, device: str, block: int, frozen: Sequence[str]) -> Traced | None:
     kept: dict[StorageWeakRef, int] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -123,6 +133,7 @@ def trace(model: str, dtype: torch.dtype, device: str, block: int, frozen: Seque
 
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        _LOG.disabled = True  # it writes a traceback of what is caught here
         with FakeTensorMode(), torch.device(device):
             made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
             freeze(made, frozen)
@@ -142,6 +153,8 @@ def trace(model: str, dtype: torch.dtype, device: str, block: int, frozen: Seque
             )
     except Exception:  # a family may do with fake tensors what it likes: a run goes on without an estimate
         return None
+    finally:
+        _LOG.disabled = False
 
 
 def free_memory(device: str) -> int:
