@@ -322,6 +322,15 @@ def get_recipe(name: str) -> Recipe:
     return _RECIPES[name]
 
 
+def of_recipe_or_format(name: str) -> Recipe:
+    """Return the recipe called `name`, or the recipe NAME/ of the weight format called `name`.
+
+    Raises:
+        ValueError: neither has that name.
+    """
+    return get_recipe(f"{name}/" if name not in _RECIPES and "/" not in name and _is_format(name) else name)
+
+
 def _is_format(name: str) -> bool:
     try:
         return bool(get_format(name))

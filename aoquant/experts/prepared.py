@@ -39,7 +39,7 @@ class QATExperts(PreparedModule):
     """Experts whose forward computes what the converted module will compute.
 
     stacks: prepare's note on each prepared parameter, by its name; the others are float, or packed already.
-    show: by a parameter's name, called with an expert and its rows in place of products, while it is calibrated.
+    show: what makes the products of a parameter while it is calibrated, by the parameter's name, as `Stack` has it.
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -48,7 +48,7 @@ class QATExperts(PreparedModule):
     has_gate: bool
     has_bias: bool
     is_transposed: bool
-    show: Mapping[str, Callable[[int, Tensor], object]] = MappingProxyType({})
+    show: Mapping[str, Callable[[int, Tensor], Tensor | None]] = MappingProxyType({})
     _data_rank: int | None = None
 
     @classmethod

@@ -41,7 +41,7 @@ class Stack:
     scales_of: the scales that it holds for an expert; None where they are made from the weight.
     turned: whether it is read with its last two dimensions exchanged.
     dtype: that products are computed in, by default w's.
-    show: called with each expert and its rows, in place of the products, which are zero then: for calibration.
+    show: called with each expert and its rows, and returns their products, or None for zeros: for calibration.
     """
 
     fqn: str
@@ -53,7 +53,7 @@ class Stack:
     scales_of: Callable[[int], Scales | None] | None = None
     turned: bool = False
     dtype: torch.dtype | None = None
-    show: Callable[[int, Tensor], object] | None = None
+    show: Callable[[int, Tensor], Tensor | None] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -94,8 +94,7 @@ class Stack:
     def times(self, x: Tensor, expert: int) -> Tensor:
         """Return x (..., K) times one expert, (..., N)."""
         if self.show is not None:
-            self.show(expert, x)
-            return x.new_zeros(*x.shape[:-1], self._width)
+            return self._shown(x, expert)
         held = None if self.scales_of is None else self.scales_of(expert)
         with self._computing(x):
             w = self._matrix(expert)
@@ -109,13 +108,19 @@ class Stack:
         if self.show is not None:
             x = x if rows.token is None else x[rows.token]
             stops = rows.ends.tolist()
-            for expert, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-                self.show(expert, x[start:stop])
-            return x.new_zeros(len(x), self._width)
+            each = enumerate(zip([0, *stops[:-1]], stops, strict=True))
+            parts = [self._shown(x[start:stop], expert) for expert, (start, stop) in each]
+            return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], self._width)])
         if ends is None:
             return grouped_at_once(x, self.w, rows, self.recipe, self.transposed)
         rest = self._width, self.recipe, self.random, self.rank, self.scales_of
         return grouped_in_a_loop(x, self._matrix, ends, *rest)
+
+    def _shown(self, x: Tensor, expert: int) -> Tensor:
+        """Return what `show` makes of an expert's rows."""
+        assert self.show is not None
+        y = self.show(expert, x)
+        return x.new_zeros(*x.shape[:-1], self._width) if y is None else y
 
     @property
     def _width(self) -> int:

@@ -2,17 +2,21 @@
 
 The score of a layer and a candidate is sum (dL/dy * (y_q - y))^2 over calibration tokens: y_q is the layer's deployed
 output, and L the cross entropy to tokens drawn from the model's own predictions, so that the score estimates KL
-(ModelOpt's AutoQuantize; the Fisher information). Layers that engines fuse (q/k/v, gate/up) choose together. Scores
-add up, so the best plan is a knapsack, solved exactly by dynamic programming over stored bytes. Scores rank, and do
-not predict well: the plan is measured once, and a uniform plan that fits is returned where it loses less.
+(ModelOpt's AutoQuantize; the Fisher information). Layers that engines fuse (q/k/v, gate/up, all experts of a module)
+choose together. Scores add up, so the best plan is a knapsack, solved exactly by dynamic programming over stored bytes.
+Scores rank, and do not predict well: the plan is measured once, and a uniform plan that fits is returned where it
+loses less.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +26,34 @@ from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
 
 from aoquant import serving
-from aoquant._messages import check_model, track
-from aoquant.config import by_layer, named
+from aoquant._messages import check_model, listed, track
+from aoquant.config import QATConfig, by_layer
+from aoquant.experts.families import is_transposed
+from aoquant.experts.prepared import QATExperts
+from aoquant.formats import Encoded
+from aoquant.kv import KVCacheConfig
 from aoquant.linear.function import quantized_linear
+from aoquant.linear.prepared import Prepared
+from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter
 from aoquant.planning.fused import siblings
-from aoquant.planning.plan import plan
-from aoquant.ptq.blocks import tokens_that_count
-from aoquant.ptq.sequential import listed_batches
+from aoquant.planning.plan import ours, plan
+from aoquant.ptq import links
+from aoquant.ptq.blocks import Call, tokens_that_count
+from aoquant.ptq.experts import showing
+from aoquant.ptq.gram import ALL_PADDING, NOT_FINITE
+from aoquant.ptq.sequential import NOT_REACHED, listed_batches, weight_problems
 from aoquant.quantize import quantize_
+from aoquant.recipes import of_recipe_or_format
 from aoquant.report.measure import logits_of, planned_bytes, run, undisturbed
 
 SEED = 0  # of the drawn tokens
+EXPERTS = re.compile(r"((?:.*\.)?experts)\..+")  # a stack of experts, or a layer of one expert of a list
+NOT_FINITE_LOGITS = (
+    "choose_formats: the model's logits hold NaN or Inf, and the inputs of its layers do not: look for it in the weights "
+    "behind the last layer, such as a norm or the output head"
+)
+NOT_FINITE_GRADIENT = "the gradient of its output holds NaN or Inf: give the model in float32 or bfloat16"
 
 
 class Measured(NamedTuple):
@@ -47,8 +67,8 @@ class Measured(NamedTuple):
 class FormatChoice(FqnToConfig):
     """The `FqnToConfig` that `choose_formats` returns. `str` is a table of the plans that it measured.
 
-    layers: the candidate of each layer. plans: the uniform plans and the mixed one. chosen: the name of the plan that
-        this is.
+    layers: the candidate of each layer and stack of experts. plans: the uniform plans and the mixed one. chosen: the
+        name of the plan that this is.
     """
 
     layers: Mapping[str, str]
@@ -82,15 +102,18 @@ def choose_formats(
     engine: str | None = None,
     filter_fn: Filter | None = None,
 ) -> FormatChoice:
-    """Choose one of the candidates for each linear layer, so that they store at most `bits` a weight on average.
+    """Choose one of the candidates for each linear layer and each module of stacked experts, so that they store at most
+    `bits` a weight on average.
 
     candidates: names of recipes or formats, or PTQ configs, with dynamic scales. batches: as `calibrate_ptq` has them.
     bits: stored bits, scales included. engine: that has to serve every candidate, such as "vllm". The model is
         unchanged.
 
     Raises:
-        ValueError: there are no batches or candidates; a layer cannot take a candidate; the engine does not serve one;
-            one needs calibration by itself; or the budget is smaller than the smallest candidate.
+        ValueError: there are no batches or candidates, or no token that is no padding; a layer cannot take a candidate,
+            is not reached by a batch, has an input that holds NaN or Inf, or a tied or sharded weight; the engine does
+            not serve a candidate, or a candidate needs calibration by itself or chooses its layers itself; bits is no
+            finite number, or smaller than the smallest candidate.
 
     Example:
 
@@ -98,23 +121,16 @@ def choose_formats(
             aoquant.calibrate_ptq(model, batches, CalibrateConfig(choice))
     """
     check_model(model)
-    given = listed_batches(batches)
-    configs = {c if isinstance(c, str) else repr(c): _config(c) for c in candidates}
-    if not configs:
-        raise ValueError("choose_formats: candidates must hold at least one recipe, format or config")
-    changes = {
-        name: {c.fqn.partition(", ")[0]: c for c in plan(model, config, filter_fn).layers if c.kind.gemm}
-        for name, config in configs.items()
-    }
+    given, configs = listed_batches(batches), _configs(candidates)
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
+        raise ValueError(
+            f"choose_formats: bits must be a finite number of stored bits a weight, such as 4.6, got {bits!r}"
+        )
+    changes = {name: _changes(model, config, filter_fn) for name, config in configs.items()}
     first = next(iter(changes.values()))
     _check(changes, engine)
-    alike = siblings(first)
-    groups = [*alike, *([fqn] for fqn in first if not any(fqn in group for group in alike))]
-    sizes = {
-        (fqn, name): planned_bytes(c.target.recipe.fprop_weight, c.matrix())
-        for name, of in changes.items()
-        for fqn, c in of.items()
-    }
+    groups = _groups(first)
+    sizes = {(fqn, name): _stored(c) for name, of in changes.items() for fqn, c in of.items()}
     weights = sum(c.weight.numel() for c in first.values())
 
     def stored(layers: Mapping[str, str]) -> float:
@@ -133,11 +149,12 @@ def choose_formats(
     chosen = solve(cost, lost, int(bits * weights / 8))
     mixed = {fqn: name for group, name in zip(groups, chosen, strict=True) for fqn in group}
     plans = uniform | ({"mixed": mixed} if mixed not in uniform.values() else {})
-    kl = _divergences(model, {n: by_layer({f: configs[c] for f, c in of.items()}) for n, of in plans.items()}, given)
+    every = {n: {f: c for label, c in of.items() for f in first[label].fqn.split(", ")} for n, of in plans.items()}
+    kl = _divergences(model, {n: by_layer({f: configs[c] for f, c in of.items()}) for n, of in every.items()}, given)
     measured = [Measured(n, stored(of), kl[n]) for n, of in plans.items()]
     best = min((m for m in measured if m.bits <= bits), key=lambda m: m.kl).name
-    choice = FormatChoice({f: configs[c] for f, c in plans[best].items()})
-    choice.layers, choice.plans, choice.chosen = plans[best], measured, best
+    choice = FormatChoice({f: configs[c] for f, c in every[best].items()})
+    choice.layers, choice.plans, choice.chosen = every[best], measured, best
     return choice
 
 
@@ -165,14 +182,79 @@ def solve(cost: Sequence[Mapping[str, int]], lost: Sequence[Mapping[str, float]]
     return list(min(front.values())[1])
 
 
-def _config(candidate: Any) -> Any:
-    """Return a PTQ config of a recipe's name, a format's name, or a config."""
-    if not isinstance(candidate, str):
-        return candidate
-    try:
-        return named(candidate)
-    except ValueError:
-        return named(candidate if "/" in candidate else f"{candidate}/")
+def _configs(candidates: Any) -> dict[str, Any]:
+    """Return the PTQ config of each candidate, by its name.
+
+    Raises:
+        ValueError: there are none, or one candidate is given in their place; or a candidate has no recipe or format of
+            its name, or is no PTQ config that every layer can have.
+    """
+    if isinstance(candidates, str | Mapping) or not isinstance(candidates, Iterable):
+        raise ValueError(
+            f"choose_formats: candidates is a list of recipes, formats or configs, got {candidates!r}: give "
+            "['int4-g32', 'int8-weight']"
+        )
+    found = {}
+    for c in candidates:
+        config = ours(of_recipe_or_format(c).make() if isinstance(c, str) else c)
+        if isinstance(config, FqnToConfig | QATConfig | KVCacheConfig) or isinstance(c, type):
+            raise ValueError(
+                f"choose_formats: candidate {c!r} is for some layers, for training or for KV caches: give a PTQ config that "
+                "every layer can have, such as 'int4-g32'"
+            )
+        found[c if isinstance(c, str) else repr(c)] = config
+    if not found:
+        raise ValueError("choose_formats: candidates must hold at least one recipe, format or config")
+    return found
+
+
+def _changes(model: nn.Module, config: Any, filter_fn: Filter | None) -> dict[str, Change]:
+    """Return the change of each linear layer and each stack of experts under a config, by name.
+
+    Raises:
+        ValueError: naming each layer that cannot have the config, or whose weight cannot be read by itself.
+    """
+    planned = plan(model, config, filter_fn)
+    chosen = [*(c for c in planned.layers if c.kind.gemm), *planned.experts]
+    if problems := weight_problems(chosen):
+        raise ValueError(
+            f"choose_formats: {len(problems)} layer(s) cannot be scored; the model is unchanged:{listed(problems)}"
+        )
+    return {c.fqn.partition(", ")[0]: c for c in chosen}
+
+
+def _groups(changes: Mapping[str, Change]) -> list[list[str]]:
+    """Return the names of layers that choose together, because an engine makes one layer of them: all experts of a
+    module or a list, which vLLM serves under one scheme, q/k/v and gate/up; others by themselves.
+    """
+    experts: dict[str, list[str]] = {}
+    for fqn, c in changes.items():
+        listed_in = EXPERTS.fullmatch(fqn)
+        if c.layer is None or listed_in:
+            experts.setdefault(listed_in[1] if listed_in else fqn.rpartition(".")[0], []).append(fqn)
+    rest = [fqn for fqn in changes if not any(fqn in group for group in experts.values())]
+    alike = siblings(rest)
+    return [*experts.values(), *alike, *([fqn] for fqn in rest if not any(fqn in group for group in alike))]
+
+
+def _matrices(change: Change) -> list[Tensor]:
+    """Return the weight of a layer, or that of each expert of a stack, as (N, K)."""
+    if change.layer is not None:
+        return [change.matrix()]
+    weight = change.weight.detach()
+    return list(weight.mT if is_transposed(change.module) else weight)
+
+
+def _stored(change: Change) -> int:
+    """Return the bytes that a layer or a stack stores."""
+    w_NK, *others = _matrices(change)
+    return (1 + len(others)) * planned_bytes(change.target.recipe.fprop_weight, w_NK)
+
+
+def _codes(change: Change) -> list[Encoded]:
+    """Return the codes of a layer, or of each expert of a stack."""
+    operand = change.target.recipe.fprop_weight
+    return [operand.encode(w_NK.to(change.dtype).contiguous()) for w_NK in _matrices(change)]
 
 
 def _check(changes: Mapping[str, Mapping[str, Any]], engine: str | None) -> None:
@@ -191,47 +273,100 @@ def _check(changes: Mapping[str, Mapping[str, Any]], engine: str | None) -> None
 
 
 def _scores(
-    model: nn.Module, changes: Mapping[str, Mapping[str, Any]], batches: Sequence[Any]
+    model: nn.Module, changes: Mapping[str, Mapping[str, Change]], batches: Sequence[Any]
 ) -> dict[tuple[str, str], float]:
-    """Return the score of each layer and candidate, per token."""
-    codes = {
-        (fqn, name): c.target.recipe.fprop_weight.encode(c.matrix().to(c.dtype))
-        for name, of in changes.items()
-        for fqn, c in of.items()
-    }
-    scores = dict.fromkeys(codes, 0.0)
+    """Return the score of each layer or stack and candidate, per token.
+
+    Raises:
+        ValueError: naming each layer that no batch reaches or whose gradients hold NaN or Inf, or the first one whose
+            input does; or all tokens are padding.
+    """
+    first = next(iter(changes.values()))
+    codes = {(fqn, name): _codes(c) for name, of in changes.items() for fqn, c in of.items()}
+    scores, reached, broken = dict.fromkeys(codes, 0.0), set[str](), list[str]()
+    tokens, mask = 0, None
+
+    def scored(fqn: str, x: Tensor, exact: Tensor, bias: Tensor | None = None, expert: int = 0) -> Tensor:
+        """Return the output `exact` of a layer, whose gradient will give the scores of the layer's candidates."""
+        reached.add(fqn)
+        x, y = x.detach(), exact if exact.requires_grad else exact.detach().requires_grad_()
+        exact_MN = exact.detach().reshape(-1, exact.shape[-1])
+
+        def seen(grad: Tensor) -> None:
+            grad_MN = grad.reshape(exact_MN.shape)
+            counts = grad_MN.any(-1)  # padding has no gradient, and its outputs may be NaN
+            for name, of in changes.items():
+                made = quantized_linear(x, codes[fqn, name][expert], bias, of[fqn].target.recipe)
+                error_MN = (made.reshape(exact_MN.shape) - exact_MN)[counts].float()
+                scores[fqn, name] += float((grad_MN[counts].float() * error_MN).square().sum())
+
+        y.register_hook(seen)
+        return y
 
     def watch(fqn: str) -> Any:
-        def hook(module: Any, args: Any, y: Tensor) -> Tensor:
-            x, exact = args[0].detach(), y.detach()
-
-            def seen(grad: Tensor) -> None:
-                for name, of in changes.items():
-                    made = quantized_linear(x, codes[fqn, name], module.bias, of[fqn].target.recipe)
-                    scores[fqn, name] += float((grad.float() * (made - exact).float()).square().sum())
-
-            y = y if y.requires_grad else y.detach().requires_grad_()
-            y.register_hook(seen)
-            return y
+        def hook(module: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
+            x = Call(args, kwargs, None).input
+            counted = x if mask is None or mask.shape != x.shape[:-1] else x[mask.to(x.device)]
+            if not counted.isfinite().all():
+                raise ValueError(f"{fqn}: {NOT_FINITE}")
+            return scored(fqn, x, y, module.bias)
 
         return hook
 
-    tokens = 0
-    layers = {fqn: c.module for fqn, c in next(iter(changes.values())).items()}
-    with undisturbed(model), _without_gradients(model), torch.enable_grad():
-        hooks = [module.register_forward_hook(watch(fqn)) for fqn, module in layers.items()]
+    def product(fqn: str, matrices: Sequence[Tensor], expert: int, x: Tensor) -> Tensor:
+        y = F.linear(x, matrices[expert].to(x.dtype))
+        if not len(x):
+            return y
+        if not x.isfinite().all():  # padding, perhaps: the logits tell
+            broken.append(fqn)
+        return scored(fqn, x, y, expert=expert)
+
+    with undisturbed(model), _without_gradients(model), _multiplied(first, product), torch.enable_grad():
+        layers = {fqn: c.module for fqn, c in first.items() if c.layer is not None}
+        hooks = [m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items()]
         try:
             for batch in track(batches, "score", "batch"):
+                mask = tokens_that_count(batch)
                 logits = logits_of(run(model, batch))
                 flat = _counted(logits, batch)
+                shares = flat.detach().float().softmax(-1)
+                if not shares.isfinite().all():
+                    raise ValueError(f"{broken[0]}: {NOT_FINITE}" if broken else NOT_FINITE_LOGITS)
+                if not len(flat):
+                    continue
                 generator = torch.Generator(device=flat.device).manual_seed(SEED + tokens)
-                drawn = torch.multinomial(flat.detach().float().softmax(-1), 1, generator=generator).squeeze(-1)
+                drawn = torch.multinomial(shares, 1, generator=generator).squeeze(-1)
                 F.cross_entropy(flat.float(), drawn, reduction="sum").backward()
                 tokens += len(flat)
         finally:
             for hook in hooks:
                 hook.remove()
-    return {pair: score / max(tokens, 1) for pair, score in scores.items()}
+    links.refuse({fqn: NOT_REACHED for fqn in first if fqn not in reached})
+    if not tokens:
+        raise ValueError(f"{next(iter(first))}: {ALL_PADDING}")
+    links.refuse({fqn: NOT_FINITE_GRADIENT for (fqn, _), score in scores.items() if not math.isfinite(score)})
+    return {pair: score / tokens for pair, score in scores.items()}
+
+
+@contextmanager
+def _multiplied(
+    changes: Mapping[str, Change], product: Callable[[str, Sequence[Tensor], int, Tensor], Tensor]
+) -> Iterator[None]:
+    """Let stacks of experts multiply by `product` inside: of a stack's name, its matrices, an expert and its rows."""
+    stacks = [(fqn, c) for fqn, c in changes.items() if c.layer is None]
+    shows: dict[Any, dict[str, Any]] = {}
+    try:
+        for fqn, c in stacks:
+            QATExperts.prepare_stack(c.module, c.parameter, Prepared(c.target.recipe, c.config, fqn))
+            shows.setdefault(c.module, {})[c.parameter] = partial(product, fqn, _matrices(c))
+        with ExitStack() as showings:
+            for module, show in shows.items():
+                showings.enter_context(showing(module, show))
+            yield
+    finally:
+        for module, show in shows.items():
+            for name in show:
+                module.unprepare_stack(name)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def in_order(visit: blocks.Visit, module: Any) -> list[str]:
     found: list[str] = []
     for given in visit.calls:
         if (call := blocks.call_of(visit.block.module, module, given)) is not None:
-            with _showing(module, {name: _named(found, name) for name in module.stacks}):
+            with showing(module, {name: _named(found, name) for name in module.stacks}):
                 call.run(module)
             if {*found} == {*module.stacks}:
                 break
@@ -199,17 +199,18 @@ def _routed(call: blocks.Call, count: int, every: bool) -> blocks.Call:
 def _rows(module: Any, call: blocks.Call, name: str) -> list[tuple[int, Tensor]]:
     """Return the rows that a stack gives each of its experts in a call."""
     found: list[tuple[int, Tensor]] = []
-    with _showing(module, {name: lambda expert, x: found.append((expert, x))}):
+    with showing(module, {name: lambda expert, x: found.append((expert, x))}):
         call.run(module)
     return found
 
 
 @contextmanager
-def _showing(module: QATExperts, show: Mapping[str, Callable[[int, Tensor], object]]) -> Iterator[None]:
-    """Let prepared parameters of a module show their rows inside, and multiply nothing. show: by their names."""
+def showing(module: QATExperts, show: Mapping[str, Callable[[int, Tensor], Tensor | None]]) -> Iterator[None]:
+    """Let prepared parameters of a module show their rows inside, as `Stack.show` says. show: by their names."""
+    before = module.fake_quant
     module.fake_quant, vars(module)["show"] = True, show
     try:
         yield
     finally:
-        module.fake_quant = False
+        module.fake_quant = before
         del vars(module)["show"]

@@ -15,6 +15,8 @@ from aoquant.linear.prepared import QATLinear
 from aoquant.linear.recipe import LinearRecipe
 
 STRIP = 2048  # rows of a Gram matrix that are added to at a time
+ALL_PADDING = "all tokens that reached it are padding: give batches whose attention_mask has ones"
+NOT_FINITE = "its input holds NaN or Inf: look for it in the batches or in the weights before the layer"
 
 
 class InputGram:
@@ -48,15 +50,13 @@ class InputGram:
             ValueError: no row was seen, or one holds NaN or Inf.
         """
         if self.rows == 0:
-            raise ValueError("all tokens that reached it are padding: give batches whose attention_mask has ones")
+            raise ValueError(ALL_PADDING)
         h_KK = self.total_KK.div_(self.rows)
         for start in range(0, len(h_KK), STRIP):
             strip = slice(start, start + STRIP)
             h_KK[: strip.start, strip] = h_KK[strip, : strip.start].mT
             if not h_KK[strip, : strip.stop].isfinite().all():
-                raise ValueError(
-                    "its input holds NaN or Inf: look for it in the batches or in the weights before the layer"
-                )
+                raise ValueError(NOT_FINITE)
         return h_KK, None if self.ahead_KK is None else self.ahead_KK.div_(self.rows).sub_(h_KK)
 
 

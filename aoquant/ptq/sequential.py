@@ -30,6 +30,7 @@ from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import caches
+from aoquant.planning.changes import Chosen
 from aoquant.planning.choose import Filter, choose
 from aoquant.planning.fused import share_outer_scales
 from aoquant.planning.plan import plan, plan_layer, prepare_target
@@ -161,6 +162,20 @@ def listed_batches(batches: Any) -> list[Any]:
     return given
 
 
+def weight_problems(chosen: Iterable[Chosen]) -> list[str]:
+    """Return why layers cannot be calibrated one by one: their weights are sharded, tied, or on the meta device."""
+    found, weights = [], dict[Any, str]()
+    for c in chosen:
+        fqn = c.fqn.partition(", ")[0]
+        if isinstance(c.weight, DTensor):
+            found.append(f"{fqn}: its weight is sharded (DTensor): calibrate the whole model, and shard it then")
+        elif c.weight.is_meta:
+            found.append(f"{fqn}: its weight is on the meta device and has no values: load it first")
+        elif (other := weights.setdefault(identity(c.weight), fqn)) != fqn:
+            found.append(f"{fqn}: its weight is tied to that of {other}: leave both out, or untie them")
+    return found
+
+
 def _prepared(
     model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -169,8 +184,8 @@ def _prepared(
     Raises:
         ValueError: naming each layer that cannot be prepared.
     """
-    configs, problems, weights = {}, [], dict[Any, str]()
-    choice = choose(model, recipe, filter_fn)
+    configs, choice = {}, choose(model, recipe, filter_fn)
+    problems = weight_problems([*choice.layers, *choice.stacks])
     for chosen in choice.layers:
         fqn = chosen.fqn.partition(", ")[0]
         is_qat = isinstance(chosen.config, QATConfig)
@@ -178,12 +193,6 @@ def _prepared(
             raise ValueError(
                 f"{fqn}: give calibrate_ptq a PTQ config, or with step='prepare' a QATConfig that prepares"
             )
-        if isinstance(chosen.weight, DTensor):
-            problems.append(f"{fqn}: its weight is sharded (DTensor): calibrate the whole model, and shard it then")
-        elif chosen.weight.is_meta:
-            problems.append(f"{fqn}: its weight is on the meta device and has no values: load it first")
-        elif (other := weights.setdefault(identity(chosen.weight), fqn)) != fqn:
-            problems.append(f"{fqn}: its weight is tied to that of {other}: leave both out, or untie them")
         gemm = not isinstance(chosen.module, nn.Embedding)
         of_one = chosen.config if is_qat else QATConfig(chosen.config, step="prepare")
         why = why_not_held(prepare_target(of_one).recipe) if gemm else None
