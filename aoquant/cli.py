@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,7 +91,7 @@ def _run(arguments: list[str]) -> Callable[..., None]:
 
 
 def _take_config(arguments: list[str]) -> Path | None:
-    """Remove the YAML file from the arguments of `run`: the first one, or that of --config."""
+    """Remove the YAML file from the arguments of `run` or `convert`: the first one, or that of --config."""
     if arguments and not arguments[0].startswith("-"):
         return Path(arguments.pop(0))
     for i, argument in enumerate(arguments):
@@ -146,6 +147,22 @@ def evaluate(
     print(lm_eval.evaluate(model, tokenizer, **chosen.arguments))
 
 
+def _convert(arguments: list[str]) -> Callable[..., None]:
+    """Return `aoquant convert` with the options of a YAML file, as `aoquant run` reads it, as its defaults."""
+    if (path := _take_config(arguments)) is None:
+        return convert
+    from aoquant.integrations import job
+
+    given = {name: value for name, value in job.read_yaml(path).items() if value is not None}
+    if others := given.keys() - inspect.signature(convert).parameters.keys():
+        raise ValueError(
+            f"{path}: convert has no option {', '.join(sorted(others))}; `aoquant convert --help` lists them"
+        )
+    if "model" in given:
+        given["model"] = Path(given["model"])
+    return partial(convert, **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+
 def convert(
     model: Path,
     recipe: str,
@@ -167,7 +184,8 @@ def convert(
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
 
-    With --ptq METHOD it is calibrated on a file of text, block by block; the same command goes on after a kill.
+    With --ptq METHOD it is calibrated on a file of text, block by block; the same command goes on after a kill. Options
+    can stand in a YAML file, as in `aoquant convert plan.yaml`, which `aoquant choose` writes.
 
     The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
     aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
@@ -262,7 +280,7 @@ def choose(
         candidates: names of recipes or formats with dynamic scales.
         bits: stored bits a weight at most, scales included.
         calibrate: a file of text (.txt, .jsonl, .xz).
-        out: a YAML file to write, with which `aoquant run FILE` trains the plan.
+        out: a YAML file to write: `aoquant run FILE` trains the plan, `aoquant convert FILE` does not train.
         plot: a picture to write, KL against bits.
         samples: sequences of text that are looked at.
         length: tokens of each, at most the model's positions.
@@ -279,12 +297,9 @@ def choose(
     if plot is not None:
         found.plot(plot)
     if out is not None:
-        import yaml
+        from aoquant.integrations.job import write_plan
 
-        names = list(found.layers.values())
-        usual = max(set(names), key=names.count)
-        others = [f"{fqn}={name}" for fqn, name in found.layers.items() if name != usual]
-        out.write_text(yaml.safe_dump({"recipe": usual, "layers": others}), encoding="utf-8")
+        write_plan(found.layers, out)
         print(f"written: {out}")
 
 
@@ -413,15 +428,14 @@ COMMANDS = {
 
 def _command(name: str, arguments: list[str]) -> Callable[..., None]:
     """Return the function that tyro calls with a command's arguments."""
-    if name == "run":
-        return _run(arguments)
+    if name in ("run", "convert"):
+        return (_run if name == "run" else _convert)(arguments)
     if name == "recipes":
         import tyro
 
         recipes.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
     commands: dict[str, Callable[..., None]] = {
         "eval": evaluate,
-        "convert": convert,
         "choose": choose,
         "export": export,
         "verify": verify,

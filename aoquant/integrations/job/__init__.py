@@ -45,7 +45,7 @@ from aoquant.integrations.job.models import (
     why_not_run,
 )
 from aoquant.integrations.job.needs import Estimate, estimate
-from aoquant.integrations.job.options import GROUPS, Options, read_yaml
+from aoquant.integrations.job.options import GROUPS, Options, read_yaml, write_plan
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
 from aoquant.integrations.job.resuming import Folder
@@ -338,4 +338,5 @@ __all__ = [
     "recovered",
     "recovered_share",
     "run",
+    "write_plan",
 ]

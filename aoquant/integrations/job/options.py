@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from aoquant.integrations.job.training import PRESETS
 from aoquant.integrations.text import find_pages, standard_text
 from aoquant.planning.choose import each
 from aoquant.ptq.calibrate_config import CalibrateConfig
-from aoquant.recipes import mixed
+from aoquant.recipes import mixed, of_recipe_or_format
 from aoquant.targets import resolve
 from aoquant.tools.doctor import check_device, default_device, slow_in_bfloat16
 
@@ -274,6 +275,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hints = ", ".join(f"{key} (near it: {n[0]})" if n else key for key, n in zip(unknown, near, strict=True))
         raise ValueError(f"{path}: run has no option {hints}; `aoquant run --help` lists them")
     return {key: _of_type(path, key, value, types[key]) for key, value in given.items()}
+
+
+def write_plan(layers: Mapping[str, str], path: Path) -> None:
+    """Write a YAML file that `read_yaml` reads, with the recipe of each layer. layers: names of recipes or formats."""
+    import yaml
+
+    recipes = {fqn: of_recipe_or_format(name).name for fqn, name in layers.items()}
+    ((usual, _),) = Counter(recipes.values()).most_common(1)
+    others = [f"{fqn}={recipe}" for fqn, recipe in recipes.items() if recipe != usual]
+    path.write_text(yaml.safe_dump({"recipe": usual, "layers": others}), encoding="utf-8")
 
 
 def _of_type(path: Path, key: str, value: Any, type_: Any) -> Any:
