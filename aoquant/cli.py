@@ -153,14 +153,15 @@ def _convert(arguments: list[str]) -> Callable[..., None]:
         return convert
     from aoquant.integrations import job
 
-    given = {name: value for name, value in job.read_yaml(path).items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in job.read_yaml(path).items() if value is not None}
     if others := given.keys() - inspect.signature(convert).parameters.keys():
         raise ValueError(
             f"{path}: convert has no option {', '.join(sorted(others))}; `aoquant convert --help` lists them"
         )
-    if "model" in given:
-        given["model"] = Path(given["model"])
-    return partial(convert, **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    for name, type_ in (("model", Path), ("layers", tuple), ("skip", tuple)):  # other types in the options of `run`
+        if name in given:
+            given[name] = type_(given[name])
+    return partial(convert, **given)
 
 
 def convert(

@@ -53,7 +53,9 @@ NOT_FINITE_LOGITS = (
     "choose_formats: the model's logits hold NaN or Inf, and the inputs of its layers do not: look for it in the weights "
     "behind the last layer, such as a norm or the output head"
 )
-NOT_FINITE_GRADIENT = "the gradient of its output holds NaN or Inf: give the model in float32 or bfloat16"
+NOT_FINITE_SCORE = (
+    "its output under a candidate or the gradient holds NaN or Inf: give the model in float32 or bfloat16"
+)
 
 
 class Measured(NamedTuple):
@@ -284,21 +286,20 @@ def _scores(
     first = next(iter(changes.values()))
     codes = {(fqn, name): _codes(c) for name, of in changes.items() for fqn, c in of.items()}
     scores, reached, broken = dict.fromkeys(codes, 0.0), set[str](), list[str]()
-    tokens, mask = 0, None
+    tokens, batch = 0, None
 
     def scored(fqn: str, x: Tensor, exact: Tensor, bias: Tensor | None = None, expert: int = 0) -> Tensor:
         """Return the output `exact` of a layer, whose gradient will give the scores of the layer's candidates."""
         reached.add(fqn)
         x, y = x.detach(), exact if exact.requires_grad else exact.detach().requires_grad_()
-        exact_MN = exact.detach().reshape(-1, exact.shape[-1])
+        exact = exact.detach()
 
         def seen(grad: Tensor) -> None:
-            grad_MN = grad.reshape(exact_MN.shape)
-            counts = grad_MN.any(-1)  # padding has no gradient, and its outputs may be NaN
+            grad_MN = _counted(grad, batch).float()
             for name, of in changes.items():
                 made = quantized_linear(x, codes[fqn, name][expert], bias, of[fqn].target.recipe)
-                error_MN = (made.reshape(exact_MN.shape) - exact_MN)[counts].float()
-                scores[fqn, name] += float((grad_MN[counts].float() * error_MN).square().sum())
+                error_MN = _counted(made - exact, batch).float()
+                scores[fqn, name] += float((grad_MN * error_MN).square().sum())
 
         y.register_hook(seen)
         return y
@@ -306,8 +307,7 @@ def _scores(
     def watch(fqn: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
             x = Call(args, kwargs, None).input
-            counted = x if mask is None or mask.shape != x.shape[:-1] else x[mask.to(x.device)]
-            if not counted.isfinite().all():
+            if not _counted(x, batch).isfinite().all():
                 raise ValueError(f"{fqn}: {NOT_FINITE}")
             return scored(fqn, x, y, module.bias)
 
@@ -317,7 +317,8 @@ def _scores(
         y = F.linear(x, matrices[expert].to(x.dtype))
         if not len(x):
             return y
-        if not x.isfinite().all():  # padding, perhaps: the logits tell
+        # rows of padding may hold NaN, and rows of experts do not tell padding from tokens: the logits do
+        if not x.isfinite().all():
             broken.append(fqn)
         return scored(fqn, x, y, expert=expert)
 
@@ -326,9 +327,7 @@ def _scores(
         hooks = [m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items()]
         try:
             for batch in track(batches, "score", "batch"):
-                mask = tokens_that_count(batch)
-                logits = logits_of(run(model, batch))
-                flat = _counted(logits, batch)
+                flat = _counted(logits_of(run(model, batch)), batch)
                 shares = flat.detach().float().softmax(-1)
                 if not shares.isfinite().all():
                     raise ValueError(f"{broken[0]}: {NOT_FINITE}" if broken else NOT_FINITE_LOGITS)
@@ -344,7 +343,7 @@ def _scores(
     links.refuse({fqn: NOT_REACHED for fqn in first if fqn not in reached})
     if not tokens:
         raise ValueError(f"{next(iter(first))}: {ALL_PADDING}")
-    links.refuse({fqn: NOT_FINITE_GRADIENT for (fqn, _), score in scores.items() if not math.isfinite(score)})
+    links.refuse({fqn: NOT_FINITE_SCORE for (fqn, _), score in scores.items() if not math.isfinite(score)})
     return {pair: score / tokens for pair, score in scores.items()}
 
 
@@ -385,10 +384,10 @@ def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[A
     return found
 
 
-def _counted(logits: Tensor, batch: Any) -> Tensor:
-    """Return (tokens, classes): logits of the tokens that are no padding."""
-    mask, flat = tokens_that_count(batch), logits.reshape(-1, logits.shape[-1])
-    return flat if mask is None or mask.shape != logits.shape[:-1] else flat[mask.flatten().to(flat.device)]
+def _counted(y: Tensor, batch: Any) -> Tensor:
+    """Return (tokens, N): rows of y (..., N) of the tokens that are no padding; all rows where y has other tokens."""
+    mask, flat = tokens_that_count(batch), y.reshape(-1, y.shape[-1])
+    return flat if mask is None or mask.shape != y.shape[:-1] else flat[mask.flatten().to(flat.device)]
 
 
 @contextmanager
