@@ -199,7 +199,7 @@ def _configs(candidates: Any) -> dict[str, Any]:
     found = {}
     for c in candidates:
         config = ours(of_recipe_or_format(c).make() if isinstance(c, str) else c)
-        if isinstance(config, FqnToConfig | QATConfig | KVCacheConfig) or isinstance(c, type):
+        if isinstance(config, FqnToConfig | QATConfig | KVCacheConfig):
             raise ValueError(
                 f"choose_formats: candidate {c!r} is for some layers, for training or for KV caches: give a PTQ config that "
                 "every layer can have, such as 'int4-g32'"
@@ -226,8 +226,8 @@ def _changes(model: nn.Module, config: Any, filter_fn: Filter | None) -> dict[st
 
 
 def _groups(changes: Mapping[str, Change]) -> list[list[str]]:
-    """Return the names of layers that choose together, because an engine makes one layer of them: all experts of a
-    module or a list, which vLLM serves under one scheme, q/k/v and gate/up; others by themselves.
+    """Return groups of layers that choose together, because an engine makes one layer of them: all experts of a module
+    or a list, which vLLM serves under one scheme, q/k/v and gate/up. Every other layer is a group of its own.
     """
     experts: dict[str, list[str]] = {}
     for fqn, c in changes.items():
@@ -280,8 +280,8 @@ def _scores(
     """Return the score of each layer or stack and candidate, per token.
 
     Raises:
-        ValueError: naming each layer that no batch reaches or whose gradients hold NaN or Inf, or the first one whose
-            input does; or all tokens are padding.
+        ValueError: naming the first layer whose input holds NaN or Inf, each layer that no batch reaches, or each layer
+            whose score is NaN or Inf; or the logits hold NaN or Inf, or all tokens are padding.
     """
     first = next(iter(changes.values()))
     codes = {(fqn, name): _codes(c) for name, of in changes.items() for fqn, c in of.items()}
@@ -351,7 +351,7 @@ def _scores(
 def _multiplied(
     changes: Mapping[str, Change], product: Callable[[str, Sequence[Tensor], int, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Let stacks of experts multiply by `product` inside: of a stack's name, its matrices, an expert and its rows."""
+    """Let `product` make the products of stacks inside, from a stack's name, its matrices, an expert and its rows."""
     stacks = [(fqn, c) for fqn, c in changes.items() if c.layer is None]
     shows: dict[Any, dict[str, Any]] = {}
     try:

@@ -30,7 +30,7 @@ BY_HAND = [
 
 
 def taken(name: str) -> Any:
-    """The config of a candidate; None for a name that `choose_formats` does not take."""
+    """Return the config of a candidate; None for a name that `choose_formats` does not take."""
     try:
         return _configs([name])[name]
     except ValueError:

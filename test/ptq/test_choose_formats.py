@@ -83,7 +83,7 @@ FAMILIES = [n if n in ("mixtral", "llama-4") else pytest.param(n, marks=pytest.m
 
 
 def bits_of(net: nn.Module) -> tuple[float, int, int]:
-    """Bits a weight, and how many packed weights and packed stacks there are."""
+    """Return bits a weight, the number of packed weights, and that of packed stacks."""
     packed = [p.data for p in net.parameters() if isinstance(p.data, PackedTensor)]
     stacks = sum(isinstance(p, PackedExperts) for p in packed)
     return 8 * stored_bytes(*packed) / sum(p.numel() for p in packed), len(packed), stacks
@@ -110,7 +110,7 @@ def test_stacked_experts_are_chosen_one_format_a_module(family: str) -> None:
 
 
 class Dense(nn.Module):
-    """What Mixtral's experts compute where all of them are alike and their weights add up to one."""
+    """Compute what Mixtral's experts do where all of them are alike and their weights add up to one."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
