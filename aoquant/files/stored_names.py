@@ -25,7 +25,6 @@ from transformers.core_model_loading import (
 )
 
 from aoquant._messages import AoquantWarning
-from aoquant.experts.families import is_transposed
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,7 @@ def pieces_of(model: Any, name: str) -> list[Piece]:
         ValueError: files keep it in another way.
     """
     owner, _, parameter = name.rpartition(".")
-    module = model.get_submodule(owner)
-    shape = getattr(module, parameter).shape
-    if is_transposed(module):
-        return []
+    shape = getattr(model.get_submodule(owner), parameter).shape
     experts, rows, _ = shape
     numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1).expand(-1, -1, 2)
     pieces = []
