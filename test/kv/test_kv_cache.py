@@ -224,6 +224,22 @@ def test_refusals() -> None:
         calibrate(prepared(scale=1.0), [IDS])
 
 
+@pytest.mark.parametrize("step", ["prepare", "quantize"])
+def test_skip_incompatible_leaves_out_the_caches_that_cannot(step: str) -> None:
+    """The others get their config, and a warning names those that are left out."""
+    first, second = KVCacheConfig("fp8", scale=0.5), KVCacheConfig("q8_0")
+    made, config = model(), second if step == "quantize" else QATConfig(second, step="prepare")
+    quantize_(made, QATConfig(FqnToConfig({r"re:.*layers\.1\.self_attn": first}), step="prepare"))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: its KV cache is quantised already"):
+        quantize_(made, config)
+    assert list(hook.quantised(made)) == ["model.layers.1.self_attn"]
+    with pytest.warns(AoquantWarning, match=r"layers\.1\.self_attn: its KV cache is quantised already"):
+        quantize_(made, config, skip_incompatible=True)
+    found = [layer.self_attn.kv_quant for layer in made.model.layers]
+    assert [quant.config for quant in found] == [second, first, second]
+    assert [quant.converted for quant in found] == [step == "quantize", False, step == "quantize"]
+
+
 def test_transformers_quantised_cache_is_refused() -> None:
     class Cache:  # of layers that need no other package to be made so
         layers = [QuantoQuantizedLayer.__new__(QuantoQuantizedLayer)]
