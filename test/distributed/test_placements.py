@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from support.moe_models import model_of
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aoquant import Int4WeightConfig
+from aoquant import Int4WeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.distributed import sharded_linear
 from aoquant.experts import sharded as parallel
 from aoquant.formats import Scales, get_operand
@@ -59,6 +61,37 @@ def test_operands_are_placed_and_on_one_mesh(mesh: DeviceMesh) -> None:
         sharded_linear._check(on(other, torch.randn(4, 6), Replicate(), Replicate()), x, None)
 
 
+@pytest.mark.parametrize(
+    ("weight", "x", "y", "dx", "bias"),
+    [
+        (Shard(0), Replicate(), Shard(2), Partial(), Shard(0)),
+        (Shard(1), Shard(2), Partial(), Shard(2), Replicate()),
+        (Replicate(), Shard(1), Shard(1), Shard(1), Replicate()),
+        (Replicate(), Replicate(), Replicate(), Replicate(), Replicate()),
+    ],
+    ids=["colwise", "rowwise", "sequence", "replicated"],
+)
+def test_the_weights_placement_decides(
+    mesh: DeviceMesh, weight: Placement, x: Placement, y: Placement, dx: Placement, bias: Placement
+) -> None:
+    """Inputs that are placed so are computed on as they are, and results say which part of the whole they are."""
+    shapes = [(2, 4, 8), (6, 8), (6,)]
+    given = [on(mesh, torch.randn(s), p).requires_grad_() for s, p in zip(shapes, (x, weight, bias), strict=True)]
+
+    def local(x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        assert bias is not None and [tuple(t.shape) for t in (x, w, bias)] == shapes
+        return nn.functional.linear(x, w, bias)
+
+    high_precision = sharded_linear.HeldOperand(None, None)
+    made = sharded_linear.linear(local, *given, high_precision, high_precision)
+    assert made.placements == (y,) and made.to_local().shape == (2, 4, 6)
+    made.to_local().sum().backward()
+    # gradients of parameters are summed over the ranks where each has a share
+    for t, placement in zip(given, (dx, weight, bias), strict=True):
+        assert t.grad is not None and t.grad.placements == (placement,)
+        assert t.grad.to_local().shape == t.to_local().shape
+
+
 def test_a_rank_has_its_part_of_a_fitted_transform(mesh: DeviceMesh) -> None:
     operand, matrix = get_operand("wush32+mxfp4"), torch.randn(4, 32, 32)
     shard = torch.randn(8, 64)
@@ -76,6 +109,27 @@ def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
         for kind in ("prepare", "quantize"):
             reason = stack_changes.why_not(chosen, kind, target)
             assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), (dim, kind, reason)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_prepared_experts_of_a_rank_take_tokens_of_other_ranks(mesh: DeviceMesh, implementation: str) -> None:
+    """Its own experts' part of the sum. Only the class's own forward cannot skip a token, and refuses to run."""
+    model = model_of("mixtral")
+    model.set_experts_implementation(implementation)
+    quantize_(model, QATConfig(Int4WeightConfig(32)))
+    experts = model.model.layers[0].mlp.experts
+    x, index = torch.randn(6, 64, dtype=torch.bfloat16), torch.tensor([[0, 7], [5, 1], [4, 6], [2, 3], [7, 5], [1, 0]])
+    weights = torch.rand(6, 2).bfloat16()
+    want = experts(x, index, weights.masked_fill(index >= 4, 0))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, nn.Parameter(on(mesh, getattr(experts, name).detach()[:4], Shard(0))))
+    assert torch.equal(experts(x, index, weights), want)
+    set_fake_quant(model, False)
+    if implementation == "eager":
+        with pytest.raises(ValueError, match="set_experts_implementation"):
+            experts(x, index, weights)
+    else:
+        assert experts(x, index, weights).shape == x.shape
 
 
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 0, 0)), (1, (2, 2, 1)), (2, (4, 4, 1))])
