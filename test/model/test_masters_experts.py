@@ -158,6 +158,18 @@ def test_a_master_that_was_written_or_loaded_is_packed_before_the_next_forward()
         assert torch.equal(plain(input_ids=IDS).logits, packed(input_ids=IDS).logits)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_a_master_that_was_written_is_packed_under_autocast(family: str) -> None:
+    """Each expert's codes are encoded by themselves, and torch stacks no float8 tensors under autocast."""
+    plain, packed, _ = pair(family, "nvfp4")
+    for model in (plain, packed):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(plain(input_ids=IDS).logits, packed(input_ids=IDS).logits)
+
+
 def test_what_needs_the_weight_is_refused_by_name() -> None:
     plain, packed, masters = pair("mixtral", "int4-g32-experts")
     experts = packed.model.layers[0].mlp.experts
