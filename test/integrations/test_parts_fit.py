@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.moe_models import model_of
 from torch import Tensor, nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
-from torchao.quantization import FqnToConfig
+from torchao.quantization import FqnToConfig, Int4TilePackedTo4dTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import aoquant
@@ -201,6 +201,38 @@ def test_torchaos_tensors_are_checked_when_they_are_built(folders: Callable[[str
             for bad in (t[:-1], *kinds):
                 with pytest.raises(ValueError, match=r"Tensor"):
                     unflatten_tensor_state_dict({**own, part: bad}, alone)
+
+
+TILES = torch.zeros(4, 2, 32, 4, dtype=torch.int32)  # N = 32, K = 256
+PAIRS = torch.zeros(8, 32, 2, dtype=torch.bfloat16)  # scale and zero point of groups of 32
+
+
+PARTS = {
+    "right": (TILES, PAIRS),
+    "groups of 64": (TILES, PAIRS[:4]),
+    "scales of fewer rows": (TILES, PAIRS[:, :8]),
+    "scales of one group": (TILES, PAIRS[0]),
+    "codes of fewer rows": (TILES[:1], PAIRS),
+    "codes of a shorter K": (TILES[:, :1], PAIRS),
+    "codes of three dimensions": (TILES[0], PAIRS),
+    "codes of two dimensions": (TILES.flatten(1), PAIRS),
+    "no codes": (TILES[:0], PAIRS),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_tiles_of_int4_are_checked_when_they_are_built(case: str) -> None:
+    """tinygemm's padded codes of 4 dimensions, which torchao packs on a GPU alone."""
+    right = Int4TilePackedTo4dTensor(*PARTS["right"], [1, 32], torch.Size((32, 256)))
+    tensors, metadata = flatten_tensor_state_dict({"layer.weight": right})
+    codes, scale = PARTS[case]
+    given = {name: codes if name.endswith("qdata") else scale for name in tensors}
+    if case == "right":
+        built, _ = unflatten_tensor_state_dict(given, metadata)
+        assert type(built["layer.weight"]) is Int4TilePackedTo4dTensor
+    else:
+        with pytest.raises(ValueError, match="Int4TilePackedTo4dTensor: codes"):
+            unflatten_tensor_state_dict(given, metadata)
 
 
 @pytest.mark.parametrize("recipe", ["vllm-w4a16-g32", "vllm-int8", "vllm-fp8"])
