@@ -128,6 +128,29 @@ def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.Mon
     assert dict(explain(request("quantize", "nvfp4", CUDA)))["triton"] == "runs"
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "runs"),
+    [
+        ("intx3-row", 16, "triton"),
+        ("intx3-row", 12, "reference"),
+        ("intx3-g16", 48, "triton"),
+        ("intx3-g12", 48, "reference"),
+        ("intx4-row", 12, "triton"),
+        ("intx4-row", 11, "reference"),
+        ("int8-row", 11, "triton"),
+        ("int8-row", 1 << 14, "triton"),
+        ("int8-row", (1 << 14) + 1, "reference"),
+        ("fp8-row", 32, "triton"),
+        ("fp8-row", 24, "reference"),
+    ],
+)
+def test_widths_without_a_kernel_are_refused(name: str, k: int, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has Triton and a GPU, codes that a kernel cannot pack or hold go to the reference."""
+    monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
+    rows = explain(CodecRequest("quantize", get_format(name), CUDA, BF16, 6, k))
+    assert [backend for backend, verdict in rows if verdict == "runs"] == [runs]
+
+
 @pytest.mark.parametrize("name", sorted({*list_formats(), *EXTRA, "fouroversix-mae", "fouroversix-absmax-16x16"}))
 def test_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Some rows at a time, encoded and decoded, also where a scale spans rows and where the last tile is short."""

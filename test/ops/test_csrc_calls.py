@@ -16,7 +16,7 @@ from support.grid_inputs import name_arguments
 from torch import Tensor
 
 from aoquant import get_format
-from aoquant.formats import as_operand, get_operand
+from aoquant.formats import Scales, as_operand, get_operand
 from aoquant.ops import CodecRequest, native
 from aoquant.ops.codec import cuda, fitted, triton, triton_kernels
 from aoquant.ops.quantized import Ask
@@ -115,6 +115,36 @@ def test_a_fitted_transform_reads_rows_that_lie_aligned(monkeypatch: pytest.Monk
     for x in (columns, shifted):
         fitted.transform(operand, x, matrix, False, None)
         assert torch.equal(read[-1], x) and read[-1].is_contiguous() and read[-1].data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("wush16+nvfp4", fitted.FIND),
+        ("wush16+nvfp4-static:0.001", torch.tensor(0.001).item()),
+        ("wush16+nvfp4-none", 0.0),
+        ("wush32+mxfp4", 0.0),
+    ],
+)
+def test_an_encoder_behind_a_fitted_transform_is_told_the_outer_scale(
+    name: str, known: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of the result are those that the format's own encoder makes."""
+    operand, given = get_operand(name), []
+
+    def run(*args: Any) -> Any:
+        given.append(dict(zip((a.name for a in schemas()["encode_fitted"].arguments), args, strict=True)))
+        return native._FAKES["encode_fitted"](*args)
+
+    monkeypatch.setattr(native, "operator", lambda called: run)
+    size = operand.period
+    x, matrix = torch.randn(8, 64), torch.eye(size).expand(64 // size, size, size)
+    want = operand.encode(x, Scales(transform=matrix))
+    got = fitted.quantize(operand, x, Ask(held=Scales(transform=matrix))).encoded
+    assert given[0]["known"] == pytest.approx(known) and given[0]["block"] == operand.format.block
+    for a, b in zip(got[:4], want[:4], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape == b.shape and a.dtype == b.dtype)
 
 
 def test_what_an_encoder_of_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
