@@ -108,6 +108,15 @@ def test_margins_refused(steps: int, margin: Any) -> None:
         config(steps).replaced(amax_margin=margin)
 
 
+def test_recipes_of_other_histories_read_differently() -> None:
+    """A refusal prints both recipes, and a layer's repr its own."""
+    options = [{}, {"amax_history": 4}, {"amax_history": 16}, {"amax_history": 4, "amax_select": "most_recent"}]
+    options.append({"amax_history": 4, "amax_margin": 2})
+    recipes = [layer(HybridConfig.fwd_bwd(E4M3, E4M3, **o)).prepared.recipe for o in options]
+    assert len(set(map(str, recipes))) == len(recipes)
+    assert "history" not in str(recipes[0])
+
+
 def test_layers_wake_up_from_the_output_unless_a_large_loss_wakes_them() -> None:
     """As in TransformerEngine: a factor stays 1 while the maximum is 0."""
 
