@@ -143,6 +143,12 @@ EQUIVALENT = [
         "Tiles have the bytes of the whole, so from which size on a matrix is cut is a question of speed.",
     ),
     Equivalent(
+        "ops/codec/cuda.py",
+        "if r.rows * r.k > VALUES:",
+        "if r.rows * r.k >= VALUES:",
+        "Triton's kernel encodes the same bytes, so from which size on it runs is a question of speed.",
+    ),
+    Equivalent(
         "ops/backward.py",
         'if contract != "aoquant": # codes are what its kernel reads',
         "if False: # codes are what its kernel reads",

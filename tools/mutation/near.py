@@ -54,7 +54,7 @@ _CODEC = _of(
     "what_triton_takes_of_a_transform", "triton_hands_on_what_a_transform_makes_of_high_precision",
     "what_the_cuda_encoder_reads", "transforms_and_masks_of_the_reference",
     "decoded_values_in_high_precision_are_memory_of_their_own", "matrices_of_two_tiles_are_cut",
-    "the_cuda_encoder_takes_what_the_codec_hands_over",
+    "the_cuda_encoder_takes_what_the_codec_hands_over", "widths_without_a_kernel_are_refused",
 )  # fmt: skip
 _EXPERTS_NAMED = _of(
     "linear/test_experts_named.py",
@@ -77,6 +77,18 @@ _EXPERTS = (
 _PACKED_EXPERTS = _of(
     "linear/test_packed_experts.py",
     "packed_experts_are_selected_cut_turned_and_copied", "what_packed_experts_cannot_do_is_refused",
+)  # fmt: skip
+_CACHES = (
+    *_of(
+        "kv/test_kv_cache.py",
+        "layers_and_cache_together", "at_once_and_by_name", "refusals", "a_name_that_matches_no_attention_module_warns",
+        "names_beside_layers", "skip_incompatible_leaves_out_the_caches_that_cannot", "uncalibrated_scales_warn_once",
+    ),
+    *_of(
+        "kv/test_kv_recipes.py",
+        "arguments_win_over_the_recipe", "layers_and_skip_keep_the_cache", "a_recipe_by_name",
+        "convert_takes_the_cache_of_prepare", "a_filter_chooses_layers", "a_model_without_attention_is_refused",
+    ),
 )  # fmt: skip
 _PACKED_LAYER = ("linear/test_packed_layer.py", "linear/test_packed_compiled.py")
 _WHOLE_MODELS = (
@@ -139,13 +151,17 @@ NEAR: dict[str, tuple[str, ...]] = {
         "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "ops/test_ops.py::test_scaled_mm_is_well_formed",
     ),
     "ops/encoding.py": (*_CODEC, "linear/test_embedding.py"),
-    "ops/product.py": (*_GEMM, "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "hybrid/test_hybrid_contract.py"),
+    "ops/product.py": (
+        *_GEMM, "hybrid/test_hybrid_contract.py",
+        *_of("ops/test_ops.py", "bias_gradient_op_is_well_formed", "scaled_mm_is_well_formed", "scaled_mm_that_measures_is_well_formed"),
+    ),
     "ops/lookup.py": ("linear/test_embedding.py",),
     "ops/codec/reference.py": (*_CODEC, *_of("ops/test_codec.py", "transposed_codes_are_those_of_the_transpose")),
     "ops/codec/cpu.py": _of("ops/test_cpu_kernels.py", "values_are_the_formats", "matrices_are_encoded_as_the_format_does"),
     "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
     "formats/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
-        "ops/test_codec.py::test_tiles_are_the_whole"),
+        "ops/test_codec.py::test_tiles_are_the_whole",
+        *_of("ops/test_one_call.py", "blocks_of_rows_give_the_product", "the_reference_decodes_a_large_weight_by_blocks")),
     "ops/router.py": ("model/test_routes.py", *_of(
         "ops/test_ops.py",
         "explain_gives_every_backend_a_verdict_and_one_runs", "explain_names_the_shape_that_a_kernel_refuses",
@@ -169,9 +185,18 @@ NEAR: dict[str, tuple[str, ...]] = {
         "linear/test_quantized_backward.py::test_gradients_equal_the_reference",
     ),
     "linear/": ("linear/test_prepared_converted.py::test_ragged_shapes", "linear/test_as_nn_linear.py"),
+    "linear/weight_codes.py": _of(
+        "model/test_masters_experts.py",
+        "a_master_that_was_written_is_packed_under_autocast",
+        "a_master_that_was_written_or_loaded_is_packed_before_the_next_forward",
+        "frozen_experts_and_other_precisions", "steps_equal_the_float32_models",
+    ),
     "linear/direct_reads.py": ("model/test_direct_reads.py",),
     "experts/": (*_EXPERTS, *_PACKED_EXPERTS),
-    "experts/prepared.py": (*_EXPERTS, *_PACKED_EXPERTS, "linear/test_experts.py::test_a_traced_model_is_the_eager_one"),
+    "experts/prepared.py": (
+        *_EXPERTS, *_PACKED_EXPERTS, "linear/test_experts.py::test_a_traced_model_is_the_eager_one",
+        "distributed/test_placements.py::test_prepared_experts_of_a_rank_take_tokens_of_other_ranks",
+    ),
     "linear/packed_parts.py": ("linear/test_packed_compiled.py", "integrations/test_parts_fit.py"),
     "experts/sharded.py": ("distributed/test_placements.py", *_EXPERTS),
     "experts/routers.py": ("model/test_routing.py",),
@@ -209,7 +234,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("hybrid/test_hybrid_config.py", "mismatches_are_refused_at_construction"),
     ),
     "linear/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
-    "linear/bound.py": _PACKED_LAYER,
+    "linear/bound.py": (*_PACKED_LAYER, "linear/test_batch_invariant_layers.py::test_a_layer"),
     "linear/prepared.py": (
         "linear/test_as_nn_linear.py", "linear/test_prepared_converted.py::test_ragged_shapes",
         *_of("linear/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
@@ -221,7 +246,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("hybrid/test_delayed_scaling.py", "a_checkpoint_without_a_history_begins_anew", "a_margin_makes_factors_smaller"),
     ),
     "linear/recipe.py": (
-        *_of("hybrid/test_delayed_scaling.py", "other_casts_are_refused", "formats_with_other_scales_are_refused"),
+        *_of("hybrid/test_delayed_scaling.py", "other_casts_are_refused", "formats_with_other_scales_are_refused",
+             "recipes_of_other_histories_read_differently"),
         "linear/test_batch_invariant_layers.py::test_a_layer",
         "linear/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py",
         "hybrid/test_hybrid_contract.py",
@@ -238,13 +264,27 @@ NEAR: dict[str, tuple[str, ...]] = {
         "model/test_packed_linear.py",
         *_of("linear/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
         *_of("linear/test_packed_moves.py", "a_weight_is_an_inference_tensor_where_its_codes_are"),
+        *_of("formats/test_wush.py", "prepared_equals_converted", "moves_and_casts_never_round_the_matrices"),
     ),
     "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "linear/test_fake_quantize_configs.py"),
+    "targets/no_rows.py": _of(
+        "targets/test_no_rows.py",
+        "a_layer_of_a_case", "a_layer_with_static_scales", "a_gradient_and_autocast_pass_through_a_converted_layer",
+    ),
+    "targets/stored_parts.py": _of(
+        "integrations/test_parts_fit.py",
+        "tiles_of_int4_are_checked_when_they_are_built", "torchaos_tensors_are_checked_when_they_are_built",
+        "a_folder_with_a_wrong_description_is_refused_at_once",
+    ),
     "targets/kernels.py": ("targets/test_kernels_here.py",),
     "targets/torchao_int4.py": ("targets/test_int4_targets.py",),
     "targets/torchao_integers.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "targets/torchao_floats.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "planning/": _WHOLE_MODELS,
+    "planning/caches.py": _CACHES,
+    "planning/choose.py": (
+        *_WHOLE_MODELS, *_EXPERTS_NAMED, *_of("linear/test_experts_named.py", "convert_without_prepare_says_so"),
+    ),
     "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS_NAMED),
     "planning/stack_changes.py": (
         *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN, "distributed/test_placements.py", "model/test_coverage.py",
@@ -267,7 +307,9 @@ NEAR: dict[str, tuple[str, ...]] = {
     "integrations/stream.py": _CONVERT,
     "files/safetensors_file.py": ("integrations/test_checksums.py", *_CONVERT),
     "integrations/stream_sources.py": (*_CONVERT, "integrations/test_moe_convert.py"),
-    "files/stored_names.py": ("integrations/test_moe_convert.py", "integrations/test_renamed.py"),
+    "files/stored_names.py": (
+        "integrations/test_cast_models.py", "integrations/test_moe_convert.py", "integrations/test_renamed.py",
+    ),
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
     "integrations/hf.py": (
