@@ -56,6 +56,18 @@ def test_siblings_share_an_outer_scale_when_they_are_quantised_at_once(tmp_path:
             export(alone, tmp_path / "refused", layout)
 
 
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (["a.q_proj", "a.o_proj"], []),
+        (["a.q_proj", "b.k_proj"], []),
+        (["a.v_proj", "a.q_proj", "b.q_proj"], [["a.v_proj", "a.q_proj"]]),
+    ],
+)
+def test_a_module_alone_has_no_siblings(names: list[str], groups: list[list[str]]) -> None:
+    assert siblings(names) == groups
+
+
 def test_a_checkpoint_is_converted_with_shared_outer_scales(tmp_path: Path) -> None:
     model = apart()
     model.save_pretrained(tmp_path / "float")

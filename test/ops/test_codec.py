@@ -142,6 +142,9 @@ def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.Mon
         ("int8-row", (1 << 14) + 1, "reference"),
         ("fp8-row", 32, "triton"),
         ("fp8-row", 24, "reference"),
+        ("fp8-1x128", 256, "triton"),
+        ("fp8-128x128", 256, "triton"),
+        ("fp8-1x64", 256, "reference"),
     ],
 )
 def test_widths_without_a_kernel_are_refused(name: str, k: int, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
