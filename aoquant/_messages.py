@@ -1,17 +1,20 @@
-"""Tell a user: warnings, refusals of wrong arguments, lists of layers, progress on a terminal."""
+"""Tell a user: warnings, refusals of wrong arguments, lists of layers, progress of long work."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 T = TypeVar("T")
 SHOWN = 10  # lines of a message
+SECONDS = 10.0  # between two lines of progress
 
 
 class AoquantWarning(UserWarning):
@@ -84,3 +87,59 @@ def bar(total: int, label: str, unit: str = "B") -> Iterator[Callable[[int, str]
             shown.update(done)
 
         yield advance
+
+
+def progress(total: int, label: str, unit: str, *, show: bool = True) -> Any:
+    """A bar or lines over `total` units: update(n), set_postfix(name=value), close(), and a `total` that may grow.
+
+    A bar that redraws itself fills a log with control characters, so where stderr is no terminal there are lines: one
+    at the start, then at most one every ten seconds, and one at the end.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return Lines(total, label, unit, show=show)
+    if show and not sys.stderr.isatty():
+        return Lines(total, label, unit)
+    return tqdm(total=total, desc=label, unit=unit, disable=not show)
+
+
+class Lines:
+    """A progress bar in lines: "QAT nvfp4: 40 of 80 steps, 50 %, loss=1.2345, 130 s, 130 s left"."""
+
+    def __init__(self, total: int, label: str, unit: str, *, show: bool = True) -> None:
+        self.total, self.label, self.unit, self.n, self.notes = total, label, unit, 0, ""
+        self.show = show
+        self.began = self.written = time.monotonic()
+        self.last = -1  # what the last line said was done
+
+    def update(self, n: int = 1) -> None:
+        """Count n more units."""
+        self.n += n
+        if self.last < 0 or time.monotonic() - self.written >= SECONDS:
+            self._write()
+
+    def set_postfix(self, **notes: Any) -> None:
+        """The words of a line, without its numbers."""
+        self.notes = "".join(f", {name}={value}" for name, value in notes.items())
+
+    def close(self) -> None:
+        """Write the last line, unless it stands there."""
+        if self.last != self.n:
+            self._write()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self) -> None:
+        if not self.show:
+            return
+        now = time.monotonic()
+        gone, self.written, self.last = now - self.began, now, self.n
+        share = f", {100 * self.n / self.total:.0f} %" if self.total else ""
+        left = f", {gone * (self.total - self.n) / self.n:.0f} s left" if 0 < self.n < self.total else ""
+        done = f"{self.n} of {self.total} {self.unit}s{share}"
+        print(f"{self.label}: {done}{self.notes}, {gone:.0f} s{left}", file=sys.stderr, flush=True)

@@ -35,7 +35,7 @@ from aoquant.integrations.losses import (
     logits_of,
     next_tokens,
 )
-from aoquant.integrations.progress_lines import progress
+from aoquant._messages import progress
 from aoquant.integrations.teacher_cache import TeacherCache, TopK, top_k_loss
 from aoquant.integrations.text import ONE_TEXT, Documents
 from aoquant.linear.fixed_weights import fixed_weights

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from aoquant.integrations.progress_lines import progress as progress_bar
+from aoquant._messages import progress as progress_bar
 from aoquant.integrations.text import Source, beginning, described, find_pages, read_jsonl
 
 TASK = "wikitext_local"

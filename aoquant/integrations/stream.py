@@ -22,12 +22,11 @@ from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from transformers import PreTrainedModel
 
-from aoquant._messages import check_path
+from aoquant._messages import check_path, progress
 from aoquant.config import named
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import Staged, check_free
 from aoquant.files.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
-from aoquant.integrations.progress_lines import progress
 from aoquant.integrations.skeleton import Skeleton, build, empty_model
 from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage

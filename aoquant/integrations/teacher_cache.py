@@ -35,7 +35,7 @@ from aoquant.files.atomic import flush
 from aoquant.files.safetensors_file import StoredTensor, digest, header, reserve
 from aoquant.integrations.launched import Ranks
 from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of
-from aoquant.integrations.progress_lines import progress
+from aoquant._messages import progress
 from aoquant.integrations.text import ONE_TEXT, Documents
 
 FORMAT = "aoquant teacher top-k, version 1"

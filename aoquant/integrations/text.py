@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.integrations import docstrings
-from aoquant.integrations.progress_lines import progress as progress_bar
+from aoquant._messages import progress as progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

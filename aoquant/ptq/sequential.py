@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from aoquant._messages import AoquantWarning, bar, check_model, listed
+from aoquant._messages import AoquantWarning, check_model, listed, progress
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, by_layer, named
 from aoquant.experts.prepared import QATReadExperts
@@ -248,6 +248,8 @@ class _Run:
         self.store, self.device = store, device
         self.stacks = stacks
         self.done: resume.Found = {}
+        self.shown: Any = None  # progress
+        self.block = ""  # "1 of 4"
 
     def rows(self) -> list[PTQRow]:
         """Calibrate every block."""
@@ -257,21 +259,23 @@ class _Run:
         reached = {fqn for block in found for fqn in block.layers}
         links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
-        with closing(walk), bar(len(found), self.config.method, "block") as advance:
-            for block, visit in zip([None, *found], chain(walk, [None]), strict=True):
-                if block is not None:
-                    self._map(block.fqn)  # it has left the device
-                if visit is None:
-                    break
-                rows = self._visit(visit)
-                worst = max(rows, key=lambda row: row.error / max(row.nearest, 1e-300))
-                advance(1, f"{worst.layer} {worst.error / max(worst.nearest, 1e-300):.2f} of nearest's error")
+        total = len(self.layers) + sum(len(module.stacks) for module in self.stacks.values())
+        writes = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+        with closing(walk), progress(total, self.config.method, "layer", show=writes) as self.shown:
+            for i, visit in enumerate(chain(walk, [None])):
+                if i:
+                    self._map(found[i - 1].fqn)  # it has left the device
+                if visit is not None:
+                    self.block = f"{i + 1} of {len(found)}"
+                    self.shown.set_postfix(block=self.block)
+                    self.shown.update(0)
+                    self._visit(visit)
         made = [row for _, row in self.done.values()]
         for warning in _few_tokens(made, self.layers):
             warnings.warn(warning, AoquantWarning, stacklevel=3)
         return made
 
-    def _visit(self, visit: blocks.Visit) -> list[PTQRow]:
+    def _visit(self, visit: blocks.Visit) -> None:
         """Calibrate one block, group by group, or give it the codes that were found before."""
         if self.store is not None and (before := self.store.read(visit.block.fqn)) is not None:
             stacked = {fqn: self.stacks[fqn].stacks for fqn in visit.block.layers if fqn in self.stacks}
@@ -288,7 +292,7 @@ class _Run:
                 self._place(fqn, encoded, row)
             for fqn in visit.block.layers if self.step == "prepare" else ():
                 visit.block.layers[fqn].fake_quant = True
-            return [row for _, row in before.values()]
+            return
         groups = blocks.groups(visit)
         reached = {fqn for group in groups for fqn in group}
         links.refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
@@ -303,7 +307,6 @@ class _Run:
         if self.store is not None:
             self.store.write(visit.block.fqn, made)
         self.done |= {fqn: (None, row) for fqn, (_, row) in made.items()}  # codes are in the layers
-        return [row for _, row in made.values()]
 
     def _map(self, fqn: str) -> None:
         """Have the packed weights of a finished block read from its file: they take no memory of the process then."""
@@ -410,6 +413,9 @@ class _Run:
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
         """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
         self.done[fqn] = encoded, row
+        error = f"{row.error / row.nearest:.2f} of rounding's" if row.nearest else "0"
+        self.shown.set_postfix(block=self.block, layer=fqn, error=error)
+        self.shown.update(1)
         if fqn not in self.layers:
             home, _, name = fqn.rpartition(".")
             experts.place(home, self.stacks[home], name, encoded, packs=self.step is None)

@@ -253,3 +253,14 @@ def test_padding_alone_is_refused_and_few_tokens_are_told() -> None:
 def test_wrong_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="CalibrateConfig"):
         CalibrateConfig("int4-g32", **arguments)
+
+
+def test_progress_is_said_in_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line names the block, the layer and its error; without a terminal none redraws itself."""
+    monkeypatch.setattr("aoquant._messages.SECONDS", 0.0)
+    report = calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gptq: ")]
+    assert lines[0].startswith("gptq: 0 of 7 layers, 0 %, block=1 of 1, ")
+    for row, line in zip(report.rows, lines[1:], strict=True):
+        assert f"block=1 of 1, layer={row.layer}, error={row.error / row.nearest:.2f} of rounding's" in line
+    assert lines[1].endswith("s left") and lines[-1].startswith("gptq: 7 of 7 layers, 100 %")
