@@ -130,7 +130,7 @@ def quantize_(
         for change in planned.layers:
             _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
         _remember(planned)
-        said = _missing_kernels(planned, device)
+        said = missing_kernels([c for c in planned.layers if c.step != "prepare"], device)
         fast_path.sync(model)
         if "convert" in steps:
             replaced.forget(model)
@@ -223,15 +223,14 @@ def _remember(planned: Plan) -> None:
             vars(chosen.module)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
 
 
-def _missing_kernels(planned: Plan, device: torch.device | str | None) -> list[str]:
+def missing_kernels(converted: Iterable[Change], device: torch.device | str | None) -> list[str]:
     """Say which converted layers call a kernel that this machine or device does not have."""
     found = dict[tuple[str, str], list[str]]()
-    for change in planned.layers:
-        if change.step != "prepare":
-            n, k = change.kind.matrix(change.weight).shape
-            where = change.weight.device if device is None else torch.device(device)
-            if (reason := why_not_run(change.target, where, change.dtype, n, k)) is not None:
-                found.setdefault((change.target.tensor, reason), []).append(change.fqn)
+    for change in converted:
+        n, k = change.kind.matrix(change.weight).shape
+        where = change.weight.device if device is None else torch.device(device)
+        if (reason := why_not_run(change.target, where, change.dtype, n, k)) is not None:
+            found.setdefault((change.target.tensor, reason), []).append(change.fqn)
     return [
         f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
         f"{reason}. A prepared model runs everywhere"
@@ -327,15 +326,19 @@ def apply(
         if isinstance(config, QATConfig) and config.base_config is None:
             config = module.prepared.config
         module.unprepare()
-    module.weight = packed[key]
+    give_weight(module, packed[key])
     if isinstance(weight, DTensor):
         fsdp.swap_class(module, sharded.ShardedLinear)
-    else:
-        adopt(module)
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
+    return module
+
+
+def give_weight(module: nn.Module, packed: nn.Parameter) -> None:
+    """Give a plain layer a packed weight, aoquant's or torchao's, and the class or the repr that goes with it."""
+    module.weight = packed
+    adopt(module)
     if not isinstance(module, PackedLinear):  # of a plain class; a bound method could not be pickled
         module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]
-    return module
 
 
 def config_of(module: nn.Module) -> Any:
@@ -358,11 +361,13 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
 
 @torch.no_grad()
 def _warn_of_half(fqn: str, layer: QATLayer) -> None:
-    """Warn of a prepared float16 weight that loses because of its dtype: its forward loses what convert will."""
+    """Warn of a prepared float16 weight that loses because of its dtype: its forward loses what convert will. Scales
+    that it holds were measured in float16 too, so float32 is asked without them.
+    """
     weight = layer.matrix().detach()
     if not weight.is_meta:
         operand = layer.prepared.recipe.fprop_weight
-        half.warn(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight, layer.held_scales("weight")))
+        half.warn(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight))
 
 
 @torch.no_grad()
@@ -405,7 +410,8 @@ def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -
     else:
         encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
     _warn_of_floors(change.fqn, operand, encoded, weight)
-    half.warn(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
+    if change.codes is None:  # others are no nearest ones, and prepare has looked at their scales
+        half.warn(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack

@@ -136,7 +136,7 @@ def _packed_stack(change: Change, weight: Tensor, device: torch.device | str | N
 def _warn_of_half(change: Change, weight: Tensor, made: list[PackedTensor], first: int) -> None:
     """Warn once for a float16 stack, by the expert that loses most."""
     operand, module = change.target.recipe.fprop_weight, change.module
-    if change.dtype != torch.float16 or not made:
+    if change.dtype != torch.float16 or not made or change.codes is not None:  # prepare has looked at their scales
         return
     shares = []
     for e, (w, packed) in enumerate(zip(weight, made, strict=True)):

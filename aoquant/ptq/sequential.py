@@ -30,7 +30,7 @@ from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import caches
-from aoquant.planning.changes import Chosen
+from aoquant.planning.changes import Change, Chosen
 from aoquant.planning.choose import Filter, choose
 from aoquant.planning.fused import share_outer_scales
 from aoquant.planning.plan import plan, plan_layer, prepare_target
@@ -41,8 +41,10 @@ from aoquant.ptq import blocks, clip, experts, fold, gptq, links, offload, resum
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import InputGram, multiplied
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
-from aoquant.quantize import apply
+from aoquant.quantize import apply, give_weight, missing_kernels
 from aoquant.report.measure import undisturbed
+from aoquant.targets.kernels import why_not_run
+from aoquant.targets.target import packed_target
 from aoquant.unpack import why_not_held, with_codes
 
 ALL_EXPERTS = "its class does not show its router's choice, so all_experts is not for it: leave all_experts out"
@@ -131,7 +133,7 @@ def calibrate_ptq(
                 calibrate(model, given)
             for cache in kv_caches:
                 cache.fake_quant = False
-            rows = _Run(model, layers, stacks, given, asked, step, store, there).rows()
+            rows = _Run(model, layers, stacks, given, asked, step, store, there, gains).rows()
             for cache in kv_caches:
                 cache.fake_quant, cache.converted = True, step is None
     finally:
@@ -243,11 +245,13 @@ class _Run:
         step: str | None,
         store: resume.Blocks | None,
         device: torch.device | None,
+        gains: Mapping[str, float],
     ) -> None:
         self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
-        self.store, self.device = store, device
+        self.store, self.device, self.gains = store, device, gains
         self.stacks = stacks
         self.done: resume.Found = {}
+        self.later: list[Change] = []  # to torchao's tensors that cannot run here: aoquant's stand in for them
         self.shown: Any = None  # progress
         self.block = ""  # "1 of 4"
 
@@ -270,8 +274,13 @@ class _Run:
                     self.shown.set_postfix(block=self.block)
                     self.shown.update(0)
                     self._visit(visit)
+        for change in self.later:
+            packed = change.weight
+            with _refused(change.fqn):
+                built = change.target.build(packed.encoded, packed)
+            give_weight(change.module, nn.Parameter(built, requires_grad=False))
         made = [row for _, row in self.done.values()]
-        for warning in _few_tokens(made, self.layers):
+        for warning in (*_few_tokens(made, self.layers), *missing_kernels(self.later, None)):
             warnings.warn(warning, AoquantWarning, stacklevel=3)
         return made
 
@@ -413,7 +422,8 @@ class _Run:
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
         """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
         self.done[fqn] = encoded, row
-        error = f"{row.error / row.nearest:.2f} of rounding's" if row.nearest else "0"
+        nearest = row.nearest / max(self.gains.get(fqn, 1.0), 1e-300)
+        error = f"{row.error / nearest:.2f} of rounding's" if nearest else "0"
         self.shown.set_postfix(block=self.block, layer=fqn, error=error)
         self.shown.update(1)
         if fqn not in self.layers:
@@ -428,6 +438,11 @@ class _Run:
         if self.step is None:
             change = plan_layer(layer, QATConfig(step="convert"), fqn)
             assert change is not None
+            if why_not_run(change.target, layer.weight.device, change.dtype, *change.matrix().shape) is not None:
+                scales = layer.deployed_input_scales()
+                target = change.target if scales is None or change.target.fix is None else change.target.fix(scales)
+                self.later.append(dataclasses.replace(change, target=target))
+                change = dataclasses.replace(change, target=packed_target(layer.prepared.recipe.deployed))
             apply(change if encoded is None else dataclasses.replace(change, codes=[encoded]))
             return
         layer.fake_quant = True

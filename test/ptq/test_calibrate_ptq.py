@@ -10,6 +10,7 @@ import torch
 from support.models import SMALL, llama
 from torch import Tensor, nn
 from torchao.prototype.gptq import GPTQConfig
+from torchao.quantization import Int4WeightOnlyConfig
 
 import aoquant
 from aoquant import (
@@ -264,3 +265,34 @@ def test_progress_is_said_in_lines(capsys: pytest.CaptureFixture[str], monkeypat
     for row, line in zip(report.rows, lines[1:], strict=True):
         assert f"block=1 of 1, layer={row.layer}, error={row.error / row.nearest:.2f} of rounding's" in line
     assert lines[1].endswith("s left") and lines[-1].startswith("gptq: 7 of 7 layers, 100 %")
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "int8-weight"])
+def test_float16_is_warned_of_for_its_scales_alone(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Codes of GPTQ err more than the nearest, row by row, and that is no fault of float16."""
+    for method in ("gptq", "clip"):
+        calibrate_ptq(model(torch.float16), batches(), CalibrateConfig(name, method))
+    assert not [w for w in recwarn if "float16" in str(w.message)]
+    tiny = model(torch.float16)
+    with torch.no_grad():
+        tiny.model.layers[0].mlp.up_proj.weight.mul_(2e-4)
+    with pytest.warns(aoquant.AoquantWarning, match="up_proj.*float16"):
+        calibrate_ptq(tiny, batches(), CalibrateConfig("stretched2-g32/"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="MSLK's kernel may run")
+def test_a_tensor_whose_kernel_is_missing_is_packed_with_a_warning() -> None:
+    """Blocks behind it see what it would compute, so its codes are those of `step="prepare"`."""
+    made, prepared = model(), model()
+    with pytest.warns(aoquant.AoquantWarning, match=r"7 converted layer\(s\).* are torchao's Int4Tensor, and raise"):
+        report = calibrate_ptq(made, batches(), CalibrateConfig(Int4WeightOnlyConfig(group_size=128)))
+    assert sum(r.error for r in report.rows) < 0.9 * sum(r.nearest for r in report.rows)
+    calibrate_ptq(prepared, batches(), CalibrateConfig(Int4WeightOnlyConfig(group_size=128)), step="prepare")
+    with pytest.warns(aoquant.AoquantWarning, match="raise in forward here"):
+        quantize_(prepared, QATConfig(step="convert"))
+    for a, b in zip(made.model.layers[0].modules(), prepared.model.layers[0].modules(), strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, nn.Linear):
+            assert type(a.weight.data).__name__ == "Int4Tensor" and repr(a) == repr(b)
+            assert torch.equal(a.weight.qdata, b.weight.qdata) and torch.equal(a.weight.scale, b.weight.scale)
+            assert a.aoquant_config == b.aoquant_config
