@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
+from aoquant._messages import progress
 from aoquant.distributed.fsdp import reshard
 from aoquant.integrations.finetune_checkpoints import Checkpoints, interrupts
 from aoquant.integrations.losses import (
@@ -35,7 +36,6 @@ from aoquant.integrations.losses import (
     logits_of,
     next_tokens,
 )
-from aoquant._messages import progress
 from aoquant.integrations.teacher_cache import TeacherCache, TopK, top_k_loss
 from aoquant.integrations.text import ONE_TEXT, Documents
 from aoquant.linear.fixed_weights import fixed_weights

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from aoquant._messages import progress
 from aoquant.files.atomic import flush
 from aoquant.files.safetensors_file import StoredTensor, digest, header, reserve
 from aoquant.integrations.launched import Ranks
 from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of
-from aoquant._messages import progress
 from aoquant.integrations.text import ONE_TEXT, Documents
 
 FORMAT = "aoquant teacher top-k, version 1"

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.integrations import docstrings
 from aoquant._messages import progress as progress_bar
+from aoquant.integrations import docstrings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -23,7 +23,7 @@ from aoquant.linear.checks import cast
 from aoquant.linear.prepared import QATLinear
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.calibrate_config import CalibrateConfig
-from aoquant.ptq.links import Link, Structure, is_norm, offset, refuse, replace, why_not_replaced
+from aoquant.ptq.links import Link, Structure, is_norm, offset, refuse, replace, values_of, why_not_replaced
 from aoquant.report.measure import run
 
 ROWS = 512  # of a layer's input that candidates of AWQ are compared on
@@ -217,15 +217,14 @@ def _floored(size_C: Tensor) -> Tensor:
 def _apply(modules: dict[str, Any], link: Link, s_C: Tensor) -> None:
     """Divide the source's channels by s, and multiply the input channels of the layers."""
     source = modules[link.source]
-    weight: Tensor = source._parameters["weight"]
-    s = torch.ones(len(weight), dtype=torch.float64, device=weight.device)
+    parts = {n: values_of(source, n) for n in ("weight", "bias") if source._parameters.get(n) is not None}
+    s = torch.ones(len(parts["weight"]), dtype=torch.float64, device=parts["weight"].device)
     s[link.channels_K.unique().to(s.device)] = s_C.double()
-    parts = {n: p.detach().double() for n in ("weight", "bias") if (p := source._parameters.get(n)) is not None}
     if is_norm(source):
         plus = offset(source) or 0.0
         gain = parts["weight"] + plus
         replace(source, "weight", gain / s - plus)
-        stored = source._parameters["weight"].detach().double() + plus
+        stored = values_of(source, "weight") + plus
         s = torch.where((gain == 0) | (stored == 0), s, gain / stored)  # what a 16-bit norm rounds is made up for
     else:
         replace(source, "weight", parts["weight"] / s[:, None])
@@ -233,5 +232,5 @@ def _apply(modules: dict[str, Any], link: Link, s_C: Tensor) -> None:
         replace(source, "bias", parts["bias"] / s)
     s_K = s[link.channels_K.to(s.device)]
     for name in link.layers:
-        w_NK = modules[name]._parameters["weight"].detach().double()
+        w_NK = values_of(modules[name], "weight")
         replace(modules[name], "weight", w_NK * s_K.to(w_NK.device))

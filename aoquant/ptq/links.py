@@ -4,7 +4,8 @@ One forward of the float model shows whose output each layer is given (norm -> q
 two linear layers (v -> attention -> o, up -> gate * up -> down) cannot be seen that way, so linear layers of one module
 are candidates for each other. Every link is then proved: its channels are multiplied by powers of two behind the source
 and divided by them before the layers. Powers of two are exact, so the model's outputs stay bit for bit where the link
-holds. A channel that is read elsewhere, or goes through a norm or an activation, changes them.
+holds. A channel that is read elsewhere, or goes through a norm or an activation, changes them. Below 2^-14 they are not
+exact in float16, so a float16 model is looked at in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from aoquant._messages import listed
+from aoquant.linear.kinds import is_linear, kind_of, matrix_of
 from aoquant.report.measure import logits_of, run
 
 SHOWN_ROWS = 256  # of a model's output that are compared
@@ -95,12 +99,34 @@ def find(model: nn.Module, batch: Any) -> Structure:
         ValueError: naming layers whose weights are sharded or have no values.
     """
     modules: dict[str, Any] = dict(model.named_modules())
-    weights = {n: m.weight for n, m in modules.items() if isinstance(m, nn.Linear)}
+    weights: dict[str, Any] = {n: m.weight for n, m in modules.items() if is_linear(m)}
     problems = {
         n: "its weight is on the meta device and has no values: load it first" for n, w in weights.items() if w.is_meta
     }
     sharded = "its weight is sharded (DTensor): calibrate the whole model, and shard it then"
     refuse(problems | {n: sharded for n, w in weights.items() if isinstance(w, DTensor)})
+    with _in_bfloat16(model):
+        given = tree_map(lambda t: t.bfloat16() if isinstance(t, Tensor) and t.dtype == torch.float16 else t, batch)
+        return _find(model, modules, given)
+
+
+@contextmanager
+def _in_bfloat16(model: nn.Module) -> Iterator[None]:
+    """Have a model's float16 tensors in bfloat16 inside."""
+    every: Iterator[dict[str, Any]] = chain.from_iterable((m._parameters, m._buffers) for m in model.modules())
+    before = [(d, n, t) for d in every for n, t in d.items() if t is not None and t.dtype == torch.float16]
+    copies = {id(t): t.detach().bfloat16() for _, _, t in before}  # tensors that modules share stay shared
+    try:
+        for tensors, name, t in before:
+            tensors[name] = nn.Parameter(copies[id(t)], False) if isinstance(t, nn.Parameter) else copies[id(t)]
+        yield
+    finally:
+        for tensors, name, t in before:
+            tensors[name] = t
+
+
+def _find(model: nn.Module, modules: dict[str, Any], batch: Any) -> Structure:
+    """Return the links of a model whose numbers keep their digits when powers of two multiply them."""
     read, reached = _read(model, modules, batch)
     wanted = shown(model, batch)
 
@@ -109,11 +135,11 @@ def find(model: nn.Module, batch: Any) -> Structure:
 
     direct: dict[str, list[str]] = {}
     for layer, source in read.items():
-        if isinstance(modules[layer], nn.Linear):
+        if is_linear(modules[layer]):
             direct.setdefault(source, []).append(layer)
     alike: dict[str, list[Link]] = {}
     for source, layers in direct.items():
-        channels = torch.arange(modules[layers[0]].in_features, device="cpu")
+        channels = torch.arange(matrix_of(modules[layers[0]]).shape[1], device="cpu")
         alike.setdefault(_own(source), []).append(Link(source, tuple(layers), channels))
     everything = [link for links in alike.values() for link in links]
     found = proved(everything) or [link for links in alike.values() for link in proved(links)]
@@ -152,7 +178,7 @@ def _read(model: nn.Module, modules: dict[str, Any], batch: Any) -> tuple[dict[s
 
         return hook
 
-    parts = {n: m for n, m in modules.items() if isinstance(m, nn.Linear) or is_norm(m)}
+    parts = {n: m for n, m in modules.items() if is_linear(m) or is_norm(m)}
     handles = [m.register_forward_pre_hook(before(n), with_kwargs=True) for n, m in parts.items()]
     handles += [m.register_forward_hook(after(n)) for n, m in parts.items()]
     try:
@@ -167,14 +193,13 @@ def _candidates(modules: dict[str, Any]) -> dict[Any, list[Link]]:
     """Return possible links between linear layers of one module, those of alike blocks together."""
     found: dict[Any, list[Link]] = {}
     for parent, module in modules.items():
-        linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
+        linears = {n: matrix_of(m).shape for n, m in module.named_children() if is_linear(m)}
         head, groups = (getattr(module, a, None) for a in ("head_dim", "num_key_value_groups"))
-        for name, layer in linears.items():
-            k = layer.in_features
+        for name, (_, k) in linears.items():
             per_head = head if isinstance(head, int) and k % head == 0 else 0
-            for before, source in linears.items():
+            for before, (n, _) in linears.items():
                 for shared in {1, groups if isinstance(groups, int) and per_head else 1}:
-                    skipped = source.out_features - k // shared  # what is fused in front of it, such as q and k
+                    skipped = n - k // shared  # what is fused in front of it, such as q and k
                     if before == name or skipped < 0:
                         continue
                     at = torch.arange(k, device="cpu")
@@ -200,8 +225,7 @@ def _holds(model: nn.Module, modules: dict[str, Any], links: list[Link], batch: 
     try:
         for link in links:
             source = modules[link.source]
-            count = source.out_features if isinstance(source, nn.Linear) else len(source._parameters["weight"])
-            s_C = torch.ones(count, device="cpu")
+            s_C = torch.ones(len(matrix_of(source)), device="cpu")
             used = link.channels_K.unique()
             s_C[used] = 2.0 ** torch.randint(0, 2, used.shape, generator=generator, device="cpu")
             handles.append(source.register_forward_hook(multiply(s_C)))
@@ -264,7 +288,19 @@ def refuse(problems: Mapping[str, str]) -> None:
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{shown}")
 
 
+def values_of(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter in float64, a linear layer's weight as (N, K)."""
+    value: Any = matrix_of(module) if name == "weight" else module._parameters[name]
+    doubled: Tensor = value.detach().double()
+    return doubled
+
+
 def replace(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module another parameter with these values, in its dtype; the old one stays as it is."""
+    """Give a module another parameter with these values, in its dtype; the old one stays as it is. value: a linear
+    layer's weight is (N, K).
+    """
     old: Any = module._parameters[name]
+    kind = kind_of(module)
+    if name == "weight" and kind is not None and kind.transposed:
+        value = value.t()
     setattr(module, name, nn.Parameter(value.to(old.dtype).contiguous(), requires_grad=old.requires_grad))

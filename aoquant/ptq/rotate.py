@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning
+from aoquant.linear.kinds import is_linear, matrix_of
 from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.tied import identity
-from aoquant.ptq.links import Link, Structure, bare, is_norm, offset, refuse, replace, why_not_replaced
+from aoquant.ptq.links import Link, Structure, bare, is_norm, offset, refuse, replace, values_of, why_not_replaced
 from aoquant.transforms.hadamard import hadamard_matrix
 
 
@@ -62,9 +63,7 @@ def _stream(model: nn.Module, structure: Structure) -> None:
     links = {link.source: link for link in structure.links if link.source in norms}
     problems = {n: why for n, m in norms.items() if (why := _why_no_norm(n, m, modules, links, structure)) is not None}
     readers = {n: link for link in links.values() for n in link.layers}
-    writers = [
-        n for n, m in modules.items() if isinstance(m, nn.Linear) and m.out_features == width and n not in readers
-    ]
+    writers = [n for n, m in modules.items() if is_linear(m) and len(matrix_of(m)) == width and n not in readers]
     head = output_embeddings(model)
     tied = {n for n, m in modules.items() if m is head} if head is not None and _shared(head, embedding) else set()
     embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width]
@@ -113,13 +112,14 @@ def _heads(model: nn.Module, structure: Structure) -> None:
         first, last = int(link.channels_K.min()), int(link.channels_K.max()) + 1
         source = modules[link.source]
         for name in ("weight", "bias"):
-            if (old := source._parameters.get(name)) is not None:
-                new = old.detach().double().reshape(len(old), -1)
+            if source._parameters.get(name) is not None:
+                old = values_of(source, name)
+                new = old.reshape(len(old), -1).clone()
                 part = new[first:last].unflatten(0, (-1, link.head))
                 new[first:last] = torch.einsum("hdk,de->hek", part, r_DD.to(new.device)).flatten(0, 1)
                 replace(source, name, new.view(old.shape))
         for name in link.layers:
-            w_NK = modules[name]._parameters["weight"].detach().double()
+            w_NK = values_of(modules[name], "weight")
             replace(modules[name], "weight", (w_NK.unflatten(1, (-1, link.head)) @ r_DD.to(w_NK.device)).flatten(1))
 
 
@@ -140,7 +140,7 @@ def _why_no_norm(
 ) -> str | None:
     """Return why R1 cannot go through a norm that is as wide as the residual stream; None if it can."""
     before = structure.read.get(name)
-    if before is not None and isinstance(modules[before], nn.Linear):
+    if before is not None and is_linear(modules[before]):
         return f"it stands between {before} and the residual stream, and its gain cannot be folded: use r2 alone"
     if offset(norm) is None or not _commutes(norm):
         return (
@@ -202,7 +202,7 @@ def ties_restored(model: nn.Module) -> Iterator[None]:
 
 def _multiply(module: Any, name: str, *, left: Tensor | None = None, right: Tensor | None = None) -> None:
     """Replace a parameter by left @ it @ right, computed in float64."""
-    value = module._parameters[name].detach().double()
+    value = values_of(module, name)
     if left is not None:
         value = left.to(value.device) @ value
     if right is not None:

@@ -339,3 +339,36 @@ def test_an_error_of_a_norm_is_no_verdict() -> None:
     assert links.offset(nn.LayerNorm(8)) == 0.0 and links.offset(Gated(8)) is None
     with pytest.raises(RuntimeError, match="same device"):
         links.offset(Broken(8))
+
+
+@pytest.mark.parametrize("method", ["awq", "r2"])
+def test_conv1d_is_a_linear_layer_too(method: str) -> None:
+    """GPT-2 stores its weights (K, N): scales and rotations are folded along the other dimension."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=96, n_positions=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2
+    )
+    model = uneven(transformers.GPT2LMHeadModel(config).eval())
+    wanted, before = outputs(model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    report = calibrate_ptq(
+        model, BATCHES, CalibrateConfig("int8-weight", method), step="prepare", skip_incompatible=True
+    )
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    wide = {"awq": ("attn.c_attn", "mlp.c_fc"), "r2": ("attn.c_attn", "attn.c_proj")}[method]
+    assert {f"transformer.h.0.{n}.weight" for n in wide} <= changed
+    assert [n.split(":")[0] for n in report.notes] == (["transformer.h.0.mlp.c_proj"] if method == "awq" else [])
+    aoquant.set_fake_quant(model, False)
+    torch.testing.assert_close(outputs(model), wanted, atol=1e-5, rtol=1e-5)
+
+
+@few_tokens
+def test_links_of_a_float16_model_are_those_of_float32() -> None:
+    """Products below 2^-14 lose digits in float16, so powers of two are tried in bfloat16; the tensors come back."""
+    model, wide = llama_of_a_block().half(), llama_of_a_block()
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    found, wanted = ([(s.source, s.layers) for s in links.find(m, BATCHES[0]).links] for m in (model, wide))
+    assert found == wanted and len(found) == 5
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert all(after[n] is t for n, t in before.items())
+    calibrate_ptq(model, BATCHES, CalibrateConfig("int4-g32", "awq"))
+    assert len(packed(model)) == 7
