@@ -1,8 +1,9 @@
 """A calibration that goes on after it was killed: the codes of each finished block, in a folder.
 
 Every finished block is one safetensors file, which appears by a rename when it is complete. A file names what its codes
-depend on: the config, the model's weights and the batches. A folder of another calibration is refused. Blocks that are
-there are given their codes again, and run, because the inputs of the next block follow from them.
+depend on: the config, the model's weights and the batches. A folder of another calibration is refused, and so is a file
+whose checksums are not those of its bytes. Blocks that are there are given their codes again, and run, because the
+inputs of the next block follow from them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from aoquant._messages import check_path
+from aoquant.files import checksums
 from aoquant.files.safetensors_file import digest
 from aoquant.formats import Encoded
 from aoquant.ptq.ptq_report import PTQRow
@@ -37,14 +40,26 @@ def key_of(model: nn.Module, batches: Sequence[Any], asked: object) -> str:
     return hashlib.sha256(f"{RULES} {digest(tensors)} {asked!r} {others!r}".encode()).hexdigest()
 
 
+def blocks(folder: Any, model: nn.Module, batches: Sequence[Any], asked: object) -> Blocks:
+    """Return the finished blocks of this calibration in a folder, which need not exist.
+
+    Raises:
+        ValueError: it is no path, or a file.
+    """
+    check_path(folder, "checkpoint", "a folder")
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ValueError(f"checkpoint must be a folder, and {folder} is a file: give a folder, which need not exist")
+    return Blocks(Path(folder), key_of(model, batches, asked))
+
+
 class Blocks:
     """The finished blocks in a folder. key: of this calibration."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
 
-    def read(self, fqn: str) -> Found | None:
-        """Return the codes and rows of a block's layers; None where it is not finished.
+    def read(self, fqn: str, *, verify: bool = True) -> Found | None:
+        """Return the codes and rows of a block's layers; None where it is not finished. verify: compare checksums.
 
         Raises:
             ValueError: the file is damaged, or of another model, config, data or version.
@@ -53,15 +68,17 @@ class Blocks:
         if not path.exists():
             return None
         try:
+            if verify:
+                checksums.verify([path])
             with safe_open(path, "pt") as file:
                 notes = file.metadata() or {}
-                if notes.get("key") != self.key:
-                    raise ValueError(
-                        f"{path}: it is of a calibration of another model, config, data or version: give an empty folder, or remove this one"
-                    )
                 parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path}: is damaged ({error}): remove it") from None
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{path}: is damaged: remove it, and its block is calibrated again ({error})") from None
+        if notes.get("key") != self.key:
+            raise ValueError(
+                f"{path}: it is of a calibration of another model, config, data or version: give an empty folder, or remove this one"
+            )
         return {
             layer: (_encoded(parts, layer, note["k"]), PTQRow(**note["row"]))
             for layer, note in json.loads(notes["layers"]).items()
@@ -80,7 +97,8 @@ class Blocks:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(fqn)
         partial = path.with_suffix(".partial")
-        save_file(parts, partial, {"key": self.key, "layers": json.dumps(notes)})
+        said = {"key": self.key, "layers": json.dumps(notes)}
+        save_file(parts, partial, {**said, checksums.KEY: checksums.table(parts, said)})
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)

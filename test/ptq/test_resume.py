@@ -90,6 +90,26 @@ def test_another_model_config_data_or_version_is_refused(tmp_path: Path, monkeyp
         calibrate_ptq(model(), batches(), CalibrateConfig("int4-g32"), checkpoint=tmp_path)
 
 
+def test_a_flipped_byte_is_refused_and_so_is_a_file_for_a_folder(tmp_path: Path) -> None:
+    """Of codes, of scales and of what the file says of its layers."""
+    config = CalibrateConfig("int4-g32")
+    calibrate_ptq(model(), batches(), config, checkpoint=tmp_path)
+    file = min(tmp_path.iterdir())
+    intact = file.read_bytes()
+    for at in (intact.index(b'"layers"') + 60, len(intact) - 3, len(intact) - 2000):
+        file.write_bytes(intact[:at] + bytes([intact[at] ^ 1]) + intact[at + 1 :])
+        net = model()
+        with pytest.raises(ValueError, match=f"{file.name}: is damaged: remove it"):
+            calibrate_ptq(net, batches(), config, checkpoint=tmp_path)
+        assert type(net[0][0]) is nn.Linear
+    for wrong, message in (
+        (file, "checkpoint must be a folder, and .* is a file"),
+        (3, "checkpoint must be a folder, got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate_ptq(model(), batches(), config, checkpoint=wrong)  # type: ignore[arg-type]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
