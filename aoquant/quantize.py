@@ -47,6 +47,7 @@ from aoquant.targets import CALIBRATED
 from aoquant.targets.kernels import why_not_run
 
 _log = logging.getLogger("aoquant.quantize")
+RECORDER = "aoquant_calibration"  # attribute of a model between torchao's two steps: what keeps its calls
 
 
 def quantize_(
@@ -101,6 +102,7 @@ def quantize_(
         torchaos = importlib.import_module("aoquant.ptq.torchao_steps")  # which imports this file
         torchaos.take_step(model, config, filter_fn, device, skip_incompatible)
         return
+    refuse_recorded(model)
     fsdp.reshard(model)
     cached = caches.plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     if cached.layers is None and config is not None:
@@ -149,6 +151,16 @@ def quantize_(
         reasons = "\n  ".join(planned.skipped.values())
         said.append(f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}")
     _warn(said)
+
+
+def refuse_recorded(model: nn.Module) -> None:
+    """Raise ValueError for a model that torchao's first step has prepared, and whose calls are kept for the second."""
+    if RECORDER in vars(model):
+        name = vars(model)[RECORDER].config
+        raise ValueError(
+            f"{type(model).__name__}: {name}'s first step keeps what it is called with, and has not been converted: take the second step, "
+            f"quantize_(model, {name}(..., step='convert')), or load the model again. The model is unchanged"
+        )
 
 
 def _as_before_adapters(model: nn.Module, planned: Plan, taken: Collection[int]) -> Plan:

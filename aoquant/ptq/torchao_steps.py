@@ -22,16 +22,16 @@ from aoquant.planning.choose import Filter
 from aoquant.planning.plan import plan
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.sequential import calibrate_ptq
-from aoquant.quantize import quantize_
-
-KEPT = "aoquant_calibration"  # attribute of a model between the two steps
+from aoquant.quantize import RECORDER, quantize_
 
 
 class Recorder:
-    """A hook that keeps what a model is called with. asked, filter_fn: of the step that began."""
+    """A hook that keeps what a model is called with. config: the name of torchao's. asked, filter_fn: of the step that
+    began.
+    """
 
-    def __init__(self, asked: CalibrateConfig, filter_fn: Filter | None) -> None:
-        self.asked, self.filter_fn, self.batches = asked, filter_fn, list[Any]()
+    def __init__(self, config: str, asked: CalibrateConfig, filter_fn: Filter | None) -> None:
+        self.config, self.asked, self.filter_fn, self.batches = config, asked, filter_fn, list[Any]()
         self.handle: Any = None
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -64,13 +64,13 @@ def take_step(
         ValueError: the step is unknown, or convert before prepare; or as `calibrate_ptq`.
     """
     step, name = config.step, type(config).__name__
-    recorder: Recorder | None = vars(model).get(KEPT)
+    recorder: Recorder | None = vars(model).get(RECORDER)
     asked = recorder.asked if recorder is not None and config.base_config is None else CalibrateConfig.of(config)
     if step in ("prepare", "observe"):
         plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
         if recorder is not None:
             recorder.handle.remove()
-        recorder = vars(model)[KEPT] = Recorder(asked, filter_fn)
+        recorder = vars(model)[RECORDER] = Recorder(name, asked, filter_fn)
         recorder.handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
     elif step == "prepare_for_loading":
         quantize_(model, asked.recipe, filter_fn, device, skip_incompatible=skip_incompatible)
@@ -83,14 +83,15 @@ def take_step(
         if filter_fn is not None:
             raise ValueError(f"{name}(step='convert'): layers are chosen by step='prepare': give filter_fn to that one")
         recorder.handle.remove()
+        del vars(model)[RECORDER]
         try:
             calibrate_ptq(
                 model, recorder.batches, asked, filter_fn=recorder.filter_fn, skip_incompatible=skip_incompatible
             )
         except BaseException:
+            vars(model)[RECORDER] = recorder
             recorder.handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
             raise
-        del vars(model)[KEPT]
     elif step != "prepare_for_smoothquant_smoothing_factor":  # which a fold finds when it converts
         raise ValueError(f"{name}: step {step!r} is not taken: give 'prepare' or 'convert'")
     if device is not None:

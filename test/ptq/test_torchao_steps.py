@@ -14,7 +14,7 @@ from torchao.prototype.gptq import GPTQConfig
 from torchao.prototype.smoothquant import SmoothQuantConfig
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
-from aoquant import Int4WeightConfig, PackedWeightConfig, calibrate_ptq, quantize_
+from aoquant import CalibrateConfig, Int4WeightConfig, PackedWeightConfig, QATConfig, calibrate_ptq, quantize_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES = [torch.randint(0, 128, (4, 40), generator=torch.Generator().manual_seed(i)) for i in range(2)]
@@ -92,6 +92,13 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="down_proj"):
         quantize_(llama(intermediate_size=112), AWQConfig(Int4WeightConfig(32), "prepare"))
     quantize_(net, AWQConfig(Int4WeightConfig(32), "prepare"))
+    for other in (
+        lambda: quantize_(net, "int4-g32"),
+        lambda: quantize_(net, QATConfig("int4-g32", step="prepare")),
+        lambda: calibrate_ptq(net, BATCHES, CalibrateConfig("int4-g32")),
+    ):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM: AWQConfig's first step.*step='convert'"):
+            other()
     with pytest.raises(ValueError, match="called with a cache"):
         net.generate(BATCHES[0][:1], max_new_tokens=2)
 
