@@ -26,7 +26,8 @@ class CalibrateConfig:
         not enough, which the report says.
     alpha: exponent of the activations' largest values in SmoothQuant's scales, 0 to 1.
     grid: exponents that AWQ tries.
-    strict: refuse experts whose codes are not chosen on data. An expert of a stack needs as many tokens as it has
+    strict: refuse layers and experts whose codes are not chosen on data. A layer whose input is always zero is rounded
+        to the nearest. An expert of a stack needs as many tokens as it has
         inputs, and .5 % of all; others are rounded to the nearest, which the report and a warning say.
     all_experts: let every expert see all tokens, not those alone that the router gives it.
 

@@ -42,7 +42,8 @@ from aoquant.ptq import links
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.experts import showing
 from aoquant.ptq.gram import ALL_PADDING, NOT_FINITE
-from aoquant.ptq.sequential import NOT_REACHED, listed_batches, weight_problems
+from aoquant.ptq.prepare import weight_problems
+from aoquant.ptq.sequential import NOT_REACHED, listed_batches
 from aoquant.quantize import quantize_
 from aoquant.recipes import of_recipe_or_format
 from aoquant.report.measure import logits_of, planned_bytes, run, undisturbed

@@ -60,7 +60,8 @@ def choose(
     k, values_in = module.matrix(name, 0).shape[1], dtype if operand.transform is None else torch.float32
     chooses, clips = "gptq" in config.steps, "clip" in config.steps
     least = max(LEAST * tokens, k) if chooses or clips else 0
-    few = {e: gram.rows for e, gram in enumerate(grams) if gram.rows < least}
+    counts = [gram.rows if gram.total_KK.any() else 0 for gram in grams]  # zeros alone show nothing
+    few = {e: count for e, count in enumerate(counts) if count < least}
     if few and config.strict:
         raise ValueError(
             f"{stack}: {_counted(few)} of {len(grams)} saw fewer than {least:.0f} tokens, and strict is set: give more batches, or "

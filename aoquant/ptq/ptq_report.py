@@ -44,6 +44,7 @@ class PTQReport:
             kinds.setdefault((row.layer.rpartition(".")[2], row.format), []).append(row)
         lines = ["| layers | number | format | error / nearest's |", "|---|---|---|---|"]
         for (name, format), rows in kinds.items():
-            ratio = sum(r.error for r in rows) / max(sum(r.nearest for r in rows), 1e-300)
-            lines.append(f"| {name} | {len(rows)} | {format} | {ratio:.2f} |")
+            nearest = sum(r.nearest for r in rows)
+            ratio = f"{sum(r.error for r in rows) / nearest:.2f}" if nearest else "-"
+            lines.append(f"| {name} | {len(rows)} | {format} | {ratio} |")
         return "\n".join(lines) + listed(self.notes)

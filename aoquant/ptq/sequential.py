@@ -18,40 +18,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from aoquant._messages import AoquantWarning, check_model, listed, progress
+from aoquant._messages import AoquantWarning, check_model, progress
 from aoquant.calibrate import calibrate, uncalibrated
-from aoquant.config import QATConfig, by_layer, named
+from aoquant.config import QATConfig, named
 from aoquant.experts.prepared import QATReadExperts
 from aoquant.formats import Encoded
 from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import caches
-from aoquant.planning.changes import Change, Chosen
-from aoquant.planning.choose import Filter, choose
-from aoquant.planning.fused import share_outer_scales
-from aoquant.planning.plan import plan, plan_layer, prepare_target
+from aoquant.planning.changes import Change
+from aoquant.planning.choose import Filter
+from aoquant.planning.plan import plan_layer
 from aoquant.planning.restore import restoring
-from aoquant.planning.stack_changes import apply as apply_stack
-from aoquant.planning.tied import identity
 from aoquant.ptq import blocks, clip, experts, fold, gptq, links, offload, resume, rotate
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import InputGram, multiplied
+from aoquant.ptq.prepare import prepare_layers
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
-from aoquant.quantize import apply, give_weight, missing_kernels
+from aoquant.quantize import apply, give_weight, missing_kernels, refuse_recorded
 from aoquant.report.measure import undisturbed
 from aoquant.targets.kernels import why_not_run
 from aoquant.targets.target import packed_target
-from aoquant.unpack import why_not_held, with_codes
+from aoquant.unpack import with_codes
 
 ALL_EXPERTS = "its class does not show its router's choice, so all_experts is not for it: leave all_experts out"
 NOT_SCALED = (
     "its method scales no inputs of stacked experts: add gptq or clip, leave the experts out, or give skip_incompatible=True to "
     "round them to the nearest"
 )
+ZERO = "its input was zero in all batches"
 NOT_REACHED = "no batch reaches it: give batches that use every layer, or leave the layer out"
 
 
@@ -95,13 +93,14 @@ def calibrate_ptq(
             aoquant.calibrate_ptq(model, batches, CalibrateConfig("int4-g128"))
     """
     check_model(model)
+    refuse_recorded(model)
     if step not in (None, "prepare"):
         raise ValueError(f"calibrate_ptq: step is None or 'prepare', got {step!r}")
     given, asked = listed_batches(batches), CalibrateConfig.of(config)
     there = None if device is None else torch.device(device)
     if there is not None:
         given = tree_map(lambda t: t.to(there) if isinstance(t, Tensor) else t, given)
-    store = None if checkpoint is None else resume.Blocks(Path(checkpoint), resume.key_of(model, given, asked))
+    store = None if checkpoint is None else resume.blocks(checkpoint, model, given, asked)
     try:
         with (
             restoring(list(model.modules())),
@@ -117,7 +116,7 @@ def calibrate_ptq(
             cached = caches.plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
             if cached.layers is None:
                 raise ValueError("calibrate_ptq: the recipe is for KV caches alone: use aoquant.calibrate")
-            layers, stacks = _prepared(model, cached.layers, filter_fn, step, skip_incompatible)
+            layers, stacks, others = prepare_layers(model, cached.layers, filter_fn, step, skip_incompatible)
             if asked.all_experts:
                 links.refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
             gains, left = dict[str, float](), dict[str, str]()
@@ -133,7 +132,9 @@ def calibrate_ptq(
                 calibrate(model, given)
             for cache in kv_caches:
                 cache.fake_quant = False
-            rows = _Run(model, layers, stacks, given, asked, step, store, there, gains).rows()
+            rows = others
+            if layers or stacks:
+                rows = others + _Run(model, layers, stacks, given, asked, step, store, there, gains).rows()
             for cache in kv_caches:
                 cache.fake_quant, cache.converted = True, step is None
     finally:
@@ -154,82 +155,19 @@ def listed_batches(batches: Any) -> list[Any]:
     """Return the batches as a list.
 
     Raises:
-        ValueError: there are none, or one batch was given in their place.
+        ValueError: there are none, one holds no tensor, or one batch was given in their place.
     """
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise ValueError(f"batches is a list of batches, got {type(batches).__name__}: give [batch]")
     given = list(batches)
     if not given:
         raise ValueError("there are no batches: give some, such as 128 sequences of 2048 tokens")
-    return given
-
-
-def weight_problems(chosen: Iterable[Chosen]) -> list[str]:
-    """Return why layers cannot be calibrated one by one: their weights are sharded, tied, or on the meta device."""
-    found, weights = [], dict[Any, str]()
-    for c in chosen:
-        fqn = c.fqn.partition(", ")[0]
-        if isinstance(c.weight, DTensor):
-            found.append(f"{fqn}: its weight is sharded (DTensor): calibrate the whole model, and shard it then")
-        elif c.weight.is_meta:
-            found.append(f"{fqn}: its weight is on the meta device and has no values: load it first")
-        elif (other := weights.setdefault(identity(c.weight), fqn)) != fqn:
-            found.append(f"{fqn}: its weight is tied to that of {other}: leave both out, or untie them")
-    return found
-
-
-def _prepared(
-    model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Prepare the chosen layers; the linear ones by name, and modules with stacked experts, switched to high precision.
-
-    Raises:
-        ValueError: naming each layer that cannot be prepared.
-    """
-    configs, choice = {}, choose(model, recipe, filter_fn)
-    problems = weight_problems([*choice.layers, *choice.stacks])
-    for chosen in choice.layers:
-        fqn = chosen.fqn.partition(", ")[0]
-        is_qat = isinstance(chosen.config, QATConfig)
-        if is_qat and (step is None or chosen.config.step != "prepare"):
+    for at, batch in enumerate(given):
+        if all(isinstance(part, bool | int | float | str | None) for part in tree_leaves(batch)):
             raise ValueError(
-                f"{fqn}: give calibrate_ptq a PTQ config, or with step='prepare' a QATConfig that prepares"
+                f"batch {at} holds no tensor, got {type(batch).__name__}: give torch.tensor([tokens]), of shape (sequences, tokens)"
             )
-        gemm = not isinstance(chosen.module, nn.Embedding)
-        of_one = chosen.config if is_qat else QATConfig(chosen.config, step="prepare")
-        why = why_not_held(prepare_target(of_one).recipe) if gemm else None
-        if step == "prepare" and why is not None:
-            problems.append(f"{fqn}: {why}")
-        holds = gemm and why is None and of_one.scales == "dynamic"
-        configs[fqn] = dataclasses.replace(of_one, scales="static") if holds else of_one
-    for chosen in choice.stacks:
-        fqn, of_one = chosen.fqn.partition(", ")[0], chosen.config
-        if not isinstance(of_one, QATConfig):
-            of_one = QATConfig(of_one, step="prepare")
-        if step == "prepare" and (why := why_not_held(prepare_target(of_one).recipe)) is not None:
-            problems.append(f"{fqn}: {why}")
-        configs[fqn] = of_one
-    if problems:
-        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{listed(problems)}")
-    planned = plan(model, by_layer(configs), None, skip_incompatible=skip_incompatible)
-    if planned.skipped:
-        warnings.warn(
-            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:{listed(planned.skipped.values())}",
-            AoquantWarning,
-            stacklevel=3,
-        )
-    for change in planned.layers:
-        layer = apply(change)
-        if not isinstance(layer, QATLinear) and step is None:
-            apply(plan_layer(layer, QATConfig(step="convert"), change.fqn))  # type: ignore[arg-type]
-    for stack in planned.experts:
-        apply_stack(stack)
-    share_outer_scales(model)
-    found = {c.fqn.partition(", ")[0]: c.module for c in planned.layers if isinstance(c.module, QATLinear)}
-    stacks = {c.fqn.partition(", ")[0].rpartition(".")[0]: c.module for c in planned.experts}
-    for layer in (*found.values(), *stacks.values()):
-        layer.fake_quant = False
-    return found, stacks
+    return given
 
 
 class _Run:
@@ -280,7 +218,7 @@ class _Run:
                 built = change.target.build(packed.encoded, packed)
             give_weight(change.module, nn.Parameter(built, requires_grad=False))
         made = [row for _, row in self.done.values()]
-        for warning in (*_few_tokens(made, self.layers), *missing_kernels(self.later, None)):
+        for warning in (*_not_shown(made, self.layers), *missing_kernels(self.later, None)):
             warnings.warn(warning, AoquantWarning, stacklevel=3)
         return made
 
@@ -319,7 +257,7 @@ class _Run:
 
     def _map(self, fqn: str) -> None:
         """Have the packed weights of a finished block read from its file: they take no memory of the process then."""
-        for name, (encoded, _) in ((self.store and self.store.read(fqn)) or {}).items():
+        for name, (encoded, _) in ((self.store and self.store.read(fqn, verify=False)) or {}).items():
             home, _, own = (name, "", "weight") if name in self.layers else name.rpartition(".")
             module = (self.layers | self.stacks)[home]
             weight = getattr(module, own)
@@ -364,6 +302,15 @@ class _Run:
             tokens = gram.rows
             h_KK, ahead_KK = gram.mean()
         del gram
+        if not h_KK.diagonal().any():
+            if self.config.strict:
+                raise ValueError(
+                    f"{members[0]}: {ZERO}, and strict is set: give batches that use it, or leave it out. The model is unchanged"
+                )
+            for fqn in members:
+                note = f"{ZERO}, and it is rounded to the nearest"
+                self._place(fqn, None, PTQRow(fqn, operand.name, tokens, 0.0, 0.0, 0.0, note))
+            return
         if chooses and ahead_KK is not None:
             moved = {fqn: gptq.ahead(w_NK, ahead_KK) for fqn, w_NK in encoded.items()}
         del ahead_KK
@@ -466,9 +413,13 @@ def _refused(fqn: str, advice: str = "") -> Iterator[None]:
         raise ValueError(f"{fqn}: {error}. {advice}The model is unchanged") from None
 
 
-def _few_tokens(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:
-    """Return warnings of linear layers and of experts that saw few tokens, now or before a calibration went on."""
+def _not_shown(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:
+    """Return warnings of linear layers and of experts that saw few tokens or zeros, now or before a calibration went
+    on.
+    """
     found = []
+    if zero := [row for row in rows if row.note.startswith(ZERO)]:
+        found.append(f"{len(zero)} layer(s), such as {zero[0].layer}: {zero[0].note}: give batches that use it")
     if few := [row for row in rows if row.few and row.layer in layers]:
         found.append(f"{len(few)} layer(s), such as {few[0].layer}, {few[0].note}: give at least K tokens, better 16 K")
     if few := [row for row in rows if row.few and row.layer not in layers]:

@@ -190,6 +190,14 @@ def tied() -> nn.Module:
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no batches": (lambda: nn.Sequential(nn.Linear(32, 32)), [], {}, "no batches"),
+    "no layer": (lambda: nn.Sequential(nn.ReLU()), [X], {}, "no layer is chosen"),
+    "lists of tokens": (lambda: nn.Sequential(nn.Linear(32, 32)), [[1, 2, 3]], {}, "batch 0 holds no tensor, got list"),
+    "zeros": (
+        lambda: nn.Sequential(nn.Linear(32, 32)),
+        [X * 0],
+        {"config": CalibrateConfig("int4-g32", strict=True)},
+        "0: its input was zero in all batches, and strict is set",
+    ),
     "one batch": (lambda: nn.Sequential(nn.Linear(32, 32)), X, {}, r"\[batch\]"),
     "unreached": (Unreached, [X], {}, r"layers.1: no batch reaches it"),
     "nan": (lambda: nn.Sequential(nn.Linear(32, 32)), [X / 0 * 0], {}, "0: its input holds NaN or Inf"),
@@ -296,3 +304,36 @@ def test_a_tensor_whose_kernel_is_missing_is_packed_with_a_warning() -> None:
             assert type(a.weight.data).__name__ == "Int4Tensor" and repr(a) == repr(b)
             assert torch.equal(a.weight.qdata, b.weight.qdata) and torch.equal(a.weight.scale, b.weight.scale)
             assert a.aoquant_config == b.aoquant_config
+
+
+def test_embeddings_are_rounded_and_in_the_report() -> None:
+    """Alone and beside linear layers; a packed embedding is the one of `quantize_`."""
+    wanted = model()
+    quantize_(wanted, "int8-weight", filter_fn=lambda m, fqn: isinstance(m, nn.Embedding))
+    for kinds in (nn.Embedding, nn.Embedding | nn.Linear):
+        got = model()
+        report = calibrate_ptq(
+            got,
+            batches(),
+            CalibrateConfig("int8-weight"),
+            filter_fn=lambda m, fqn, kinds=kinds: isinstance(m, kinds) and fqn != "lm_head",
+        )
+        row, *others = report.rows
+        assert row.layer == "model.embed_tokens" and len(others) == (0 if kinds is nn.Embedding else 7)
+        assert 0 < row.error == row.nearest < 1e-3 and "model.embed_tokens: an embedding" in str(report)
+        assert same_bits(got.model.embed_tokens.weight, wanted.model.embed_tokens.weight)
+
+
+def test_a_layer_whose_input_is_zero_is_said_to_be_rounded(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    nn.init.constant_(net[0].bias, -100.0)
+    rounded = copy.deepcopy(net)
+    quantize_(rounded, "int4-g32")
+    report = calibrate_ptq(net, [X], CalibrateConfig("int4-g32"))
+    note = "its input was zero in all batches, and it is rounded to the nearest"
+    assert report.notes == [f"2: {note}"] and "| 2 | 1 | int4-g32 | - |" in str(report)
+    assert [str(w.message) for w in recwarn if note in str(w.message)] == [
+        f"1 layer(s), such as 2: {note}: give batches that use it"
+    ]
+    assert same_bits(net[2].weight, rounded[2].weight) and not same_bits(net[0].weight, rounded[0].weight)
