@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import distributed, nn
 
 T = TypeVar("T")
 SHOWN = 10  # lines of a message
@@ -93,8 +93,10 @@ def progress(total: int, label: str, unit: str, *, show: bool = True) -> Any:
     """A bar or lines over `total` units: update(n), set_postfix(name=value), close(), and a `total` that may grow.
 
     A bar that redraws itself fills a log with control characters, so where stderr is no terminal there are lines: one
-    at the start, then at most one every ten seconds, and one at the end.
+    at the start, then at most one every ten seconds, and one at the end. Of several ranks the first one writes.
     """
+    if distributed.is_available() and distributed.is_initialized():
+        show = show and distributed.get_rank() == 0
     try:
         from tqdm import tqdm
     except ImportError:

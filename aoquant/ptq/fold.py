@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import track
+from aoquant._messages import progress
 from aoquant.linear.checks import cast
 from aoquant.linear.prepared import QATLinear
 from aoquant.ptq.blocks import Call, tokens_that_count
@@ -84,12 +84,15 @@ def fold(
     seen = _watched(model, modules, links, batches)
     refuse({link.layers[0]: why for link in links if (why := seen[link.source].why_not()) is not None})
     gains: dict[str, float] = {}
-    for link in track(links, config.method):
-        members = {fqn: layers[fqn] for fqn in link.layers if _is_rounded(layers.get(fqn))}
-        search = _Search(link, members, seen.pop(link.source))
-        s_C, ratio = search.smooth(config.alpha) if "smoothquant" in config.steps else search.awq(config.grid)
-        _apply(modules, link, s_C)
-        gains |= dict.fromkeys(members, ratio)
+    with progress(len(links), "scales", "input") as shown:
+        for link in links:
+            members = {fqn: layers[fqn] for fqn in link.layers if _is_rounded(layers.get(fqn))}
+            search = _Search(link, members, seen.pop(link.source))
+            s_C, ratio = search.smooth(config.alpha) if "smoothquant" in config.steps else search.awq(config.grid)
+            _apply(modules, link, s_C)
+            gains |= dict.fromkeys(members, ratio)
+            shown.set_postfix(layer=link.layers[0], error=f"{ratio:.2f} of rounding's")
+            shown.update(1)
     return gains, left
 
 
@@ -140,9 +143,11 @@ def _watched(
         modules[link.layers[0]].register_forward_pre_hook(watch(seen[link.source]), with_kwargs=True) for link in links
     ]
     try:
-        for batch in track(batches, "inputs", "batch"):
-            mask[0] = tokens_that_count(batch)
-            run(model, batch)
+        with progress(len(batches), "inputs", "forward") as shown:
+            for batch in batches:
+                mask[0] = tokens_that_count(batch)
+                run(model, batch)
+                shown.update(1)
     finally:
         for handle in handles:
             handle.remove()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from aoquant._messages import AoquantWarning, check_model, progress
@@ -202,8 +202,7 @@ class _Run:
         links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
         total = len(self.layers) + sum(len(module.stacks) for module in self.stacks.values())
-        writes = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-        with closing(walk), progress(total, self.config.method, "layer", show=writes) as self.shown:
+        with closing(walk), progress(total, self.config.method, "layer") as self.shown:
             for i, visit in enumerate(chain(walk, [None])):
                 if i:
                     self._map(found[i - 1].fqn)  # it has left the device
@@ -219,7 +218,7 @@ class _Run:
             give_weight(change.module, nn.Parameter(built, requires_grad=False))
         made = [row for _, row in self.done.values()]
         for warning in (*_not_shown(made, self.layers), *missing_kernels(self.later, None)):
-            warnings.warn(warning, AoquantWarning, stacklevel=3)
+            warnings.warn(warning, AoquantWarning, stacklevel=4)
         return made
 
     def _visit(self, visit: blocks.Visit) -> None:
