@@ -179,3 +179,8 @@ def test_a_method_that_only_scales_inputs_is_refused_for_stacks() -> None:
     assert stacks(model) == {}
     report = calibrate_ptq(model, batches(), config, skip_incompatible=True)
     assert of_stacks(report, model) and all("gptq or clip" in row.note for row in of_stacks(report, model))
+
+
+def test_float16_stacks_are_not_warned_of_for_their_codes(recwarn: pytest.WarningsRecorder) -> None:
+    calibrate_ptq(model_of("qwen3-moe").half(), batches(), CalibrateConfig(PackedWeightConfig("int4-g32")))
+    assert not [w for w in recwarn if "float16" in str(w.message)]
