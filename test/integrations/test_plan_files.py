@@ -15,6 +15,7 @@ from aoquant import choose_formats, cli, load_pretrained, quantize_
 from aoquant.config import QATConfig
 from aoquant.formats import list_formats
 from aoquant.integrations import job
+from aoquant.integrations.text import assets
 from aoquant.planning.plan import Plan, plan
 from aoquant.ptq.choose_formats import _configs
 from aoquant.recipes import list_recipes, mixed
@@ -95,6 +96,22 @@ def test_convert_reads_a_plan(moe: tuple[Any, Any], tmp_path: Path, capsys: pyte
     cli.main(["convert", "--config", str(tmp_path / "plan.yaml"), *places, str(tmp_path / "one"), "--recipe", "int8"])
     formats = {w.format for _, w in load_pretrained(tmp_path / "one").named_parameters() if hasattr(w, "format")}
     assert "int8-row" in formats
+
+
+@pytest.mark.slow
+def test_choose_writes_what_convert_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{word} " }}\n' for word in ("return a list " * 200,)))
+    text, plan_file = ["--calibrate", str(tmp_path / "text.jsonl")], tmp_path / "plan.yaml"
+    some = [*text, "--samples", "2", "--length", "32"]
+    names = ["--candidates", "intx3-g32", "int8-weight", "--bits", "4.6"]
+    cli.main(["choose", "--model", str(assets()), *names, *some, "--out", str(plan_file)])
+    assert {"intx3-g32/", "int8-weight"} == {read(plan_file)[0], *(e.rpartition("=")[2] for e in read(plan_file)[1])}
+    cli.main(
+        ["convert", str(plan_file), "--model", str(assets()), "--out", str(tmp_path / "o"), "--ptq", "clip", *some]
+    )
+    assert "written" in capsys.readouterr().out
+    formats = [w.format for _, w in load_pretrained(tmp_path / "o").named_parameters() if hasattr(w, "format")]
+    assert len(formats) == 28 and {*formats} == {"intx3-g32", "int8-row"}
 
 
 @pytest.mark.parametrize(
