@@ -251,7 +251,10 @@ def _for_engine(config: Any, converted: Path, served: Path | None) -> None:
 
     layout = engine_format(config)
     if served is not None:
-        written = write(converted, served, layout)
+        try:
+            written = write(converted, served, layout)
+        except ValueError as error:
+            raise ValueError(f"{converted} is written, and whole; {served} is not: {error}") from None
         print(f"written: {written}\n{serving.command(written)}")
         return
     try:
@@ -292,6 +295,9 @@ def choose(
     from aoquant.integrations.calibrated import calibration
     from aoquant.ptq.choose_formats import choose_formats
 
+    for path in (out, plot):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is no folder: make it, or choose another place for {path.name}")
     loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype)
     found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine)
     print(found)

@@ -17,8 +17,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
 
 from aoquant import serving
-from aoquant._messages import check_model, listed, track
+from aoquant._messages import check_model, listed, progress
 from aoquant.config import QATConfig, by_layer
 from aoquant.experts.families import is_transposed
 from aoquant.experts.prepared import QATExperts
@@ -48,11 +49,15 @@ from aoquant.quantize import quantize_
 from aoquant.recipes import of_recipe_or_format
 from aoquant.report.measure import logits_of, planned_bytes, run, undisturbed
 
+T = TypeVar("T")
 SEED = 0  # of the drawn tokens
 EXPERTS = re.compile(r"((?:.*\.)?experts)\..+")  # a stack of experts, or a layer of one expert of a list
 NOT_FINITE_LOGITS = (
     "choose_formats: the model's logits hold NaN or Inf, and the inputs of its layers do not: look for it in the weights "
     "behind the last layer, such as a norm or the output head"
+)
+NO_PRODUCT = (
+    "an embedding, which multiplies no input, has no score: leave it out with filter_fn, and give it a format by itself"
 )
 NOT_FINITE_SCORE = (
     "its output under a candidate or the gradient holds NaN or Inf: give the model in float32 or bfloat16"
@@ -125,7 +130,7 @@ def choose_formats(
     """
     check_model(model)
     given, configs = listed_batches(batches), _configs(candidates)
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
+    if isinstance(bits, bool) or not isinstance(bits, Real) or not math.isfinite(bits):
         raise ValueError(
             f"choose_formats: bits must be a finite number of stored bits a weight, such as 4.6, got {bits!r}"
         )
@@ -219,7 +224,9 @@ def _changes(model: nn.Module, config: Any, filter_fn: Filter | None) -> dict[st
     """
     planned = plan(model, config, filter_fn)
     chosen = [*(c for c in planned.layers if c.kind.gemm), *planned.experts]
-    if problems := weight_problems(chosen):
+    problems = weight_problems(chosen)
+    problems += [f"{c.fqn}: {NO_PRODUCT}" for c in planned.layers if not c.kind.gemm]
+    if problems:
         raise ValueError(
             f"choose_formats: {len(problems)} layer(s) cannot be scored; the model is unchanged:{listed(problems)}"
         )
@@ -327,7 +334,7 @@ def _scores(
         layers = {fqn: c.module for fqn, c in first.items() if c.layer is not None}
         hooks = [m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items()]
         try:
-            for batch in track(batches, "score", "batch"):
+            for batch in _shown(batches, "score", "batch"):
                 flat = _counted(logits_of(run(model, batch)), batch)
                 shares = flat.detach().float().softmax(-1)
                 if not shares.isfinite().all():
@@ -369,11 +376,19 @@ def _multiplied(
                 module.unprepare_stack(name)
 
 
+def _shown(items: Sequence[T], label: str, unit: str) -> Iterator[T]:
+    """Iterate behind a bar, or lines where there is no terminal."""
+    with progress(len(items), label, unit) as shown:
+        for item in items:
+            yield item
+            shown.update()
+
+
 @torch.no_grad()
 def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, float]:
     """Return the KL of each plan, one quantised copy of the model at a time."""
     found = {}
-    for name, config in track(plans.items(), "measure", "plan"):
+    for name, config in _shown(list(plans.items()), "measure", "plan"):
         quantised, total, tokens = copy.deepcopy(model), 0.0, 0
         quantize_(quantised, config)
         with undisturbed(model, quantised):

@@ -132,3 +132,8 @@ def test_a_file_that_convert_cannot_use(
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_is_not_there_is_refused_before_anything_is_scored(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is no folder"):
+        cli.choose(assets(), ("int4-g32",), 5.0, tmp_path / "text.txt", out=tmp_path / "nowhere" / "plan.yaml")

@@ -176,6 +176,11 @@ def test_padding_changes_no_choice_and_may_hold_nan() -> None:
         ({"candidates": ["gridflip"], "engine": "vllm", "bits": 16}, "vllm does not serve it"),
         ({"engine": "onnx"}, "engine is one of"),
         *(({"bits": bits}, "bits must be a finite number") for bits in (math.nan, math.inf, "5", True)),
+        (
+            {"candidates": ["int8-weight"], "filter_fn": lambda m, _: isinstance(m, nn.Embedding)},
+            "embed_tokens: an embed",
+        ),
+        ({"filter_fn": lambda *_: False}, "none was chosen"),
         ({"candidates": "int4-g32"}, r"candidates is a list .* got 'int4-g32'"),
         ({"candidates": NVFP4WeightConfig()}, "candidates is a list"),
         ({"candidates": ["int4-g32", "intt8"]}, "no recipe is called 'intt8'"),

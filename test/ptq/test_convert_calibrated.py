@@ -89,3 +89,9 @@ def test_convert_says_what_export_of_its_folder_would(folder: Path, capsys: Any)
         cli.convert(folder / "model", recipe, folder / recipe, ptq="gptq", calibrate=folder / "text.jsonl", samples=6)
         said = capsys.readouterr().out.partition("written: ")[2]
         assert ("aoquant export" in said) is fits and ("self_attn.q_proj" in said) is not fits
+
+
+def test_a_refused_export_says_that_the_converted_folder_is_there(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)out is written, and whole; .*served is not: .*self_attn"):
+        cli.convert(folder / "model", "int4-g32", folder / "out", export=folder / "served")
+    assert load_pretrained(folder / "out") is not None and not (folder / "served").exists()

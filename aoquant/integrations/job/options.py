@@ -189,7 +189,7 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
         if self.samples < 1:
             raise ValueError(f"samples must be positive, got {self.samples}")
         if self.calibrate is not None and self.ptq == "nearest":
-            raise ValueError("calibrate belongs to --ptq METHOD: choose a method, or leave it out")
+            raise ValueError("calibrate belongs to --ptq METHOD, such as --ptq gptq, which is missing")
         if self.calibrate is not None and not self.calibrate.is_file():
             raise ValueError(f"calibrate must be an existing file, got {str(self.calibrate)!r}")
         self._check_training()
