@@ -56,8 +56,7 @@ def for_the_command_line(message: str) -> str:
 def _run(arguments: list[str]) -> Callable[..., None]:
     """Return `aoquant run` with the options of a YAML file as its defaults."""
     from aoquant.integrations import job
-    from aoquant.integrations.launched import is_first
-    from aoquant.integrations.progress_lines import no_bars_in_logs
+    from aoquant.integrations.launched import is_first, no_bars_in_logs
 
     no_bars_in_logs()
     given = job.read_yaml(path) if (path := _take_config(arguments)) else {}
@@ -131,7 +130,7 @@ def evaluate(
         device: where to run; by default a GPU that torch can use, or the CPU.
     """
     from aoquant.integrations import job, lm_eval
-    from aoquant.integrations.progress_lines import no_bars_in_logs
+    from aoquant.integrations.launched import no_bars_in_logs
     from aoquant.tools import doctor as checks
 
     no_bars_in_logs()

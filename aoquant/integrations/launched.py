@@ -83,3 +83,11 @@ def joined(device: str) -> Iterator[Ranks]:
     # An error of one rank, such as out of memory, ends it at once, and the launcher then ends the others: NCCL would
     # wait for them here, while they wait for this one's part of a collective.
     dist.destroy_process_group()
+
+
+def no_bars_in_logs() -> None:
+    """Switch off transformers' own bars where there is no terminal."""
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()

@@ -79,6 +79,8 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
     assert "128" in found["int4-g128", "ptq", ""]["error"]  # 32 columns have no group of 128: others went on
     real.main(call)
     assert lines(tmp_path / "r.csv") == made  # nothing is done twice
+    real.main([*map(str, given[:-3]), "30", "--device", "cpu", "--rows", "vllm-w4a16-g32"])
+    assert "diverged" in lines(tmp_path / "r.csv")[-1]["error"]
     with pytest.raises(ValueError, match="no recipe"):
         real.main([*call, "--rows", "int9"])
 

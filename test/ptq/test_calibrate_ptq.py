@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import SMALL, llama
+from support.models import SMALL, Unreached, llama, tied
 from torch import Tensor, nn
 from torchao.prototype.gptq import GPTQConfig
 from torchao.quantization import Int4WeightOnlyConfig
@@ -170,21 +170,6 @@ def test_layers_outside_of_lists_are_blocks_of_their_own() -> None:
     report = calibrate_ptq(net, [x], CalibrateConfig("int4-g32", asymmetric=False))
     assert [r.layer for r in report.rows] == ["up", "gate", "down"]
     assert all(r.error < r.nearest for r in report.rows)
-
-
-class Unreached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x)
-
-
-def tied() -> nn.Module:
-    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    net[1].weight = net[0].weight
-    return net
 
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))

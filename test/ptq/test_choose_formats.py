@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import llama
+from support.models import Unreached, llama, tied
 from support.moe_models import MODELS, OTHERS, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -126,7 +126,7 @@ class Dense(nn.Module):
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_a_stack_of_equal_experts_scores_as_a_linear_layer_does(implementation: str) -> None:
-    """One expert a token: the sum over the stack's rows is the sum over the layer's."""
+    """Send each token to one expert: the sum over the stack's rows is the sum over the layer's."""
     net = model_of("mixtral").float().eval()
     net.set_experts_implementation(implementation)
     for layer in net.model.layers:
@@ -194,21 +194,6 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"candidates": CANDIDATES, "batches": batches(), "bits": 5.0} | changes
     with pytest.raises(ValueError, match=message):
         choose_formats(model(), arguments.pop("candidates"), **arguments)
-
-
-class Unreached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x)
-
-
-def tied() -> nn.Module:
-    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    net[1].weight = net[0].weight
-    return net
 
 
 def with_nan(name: str, make: Callable[[], Any] = model) -> Callable[[], Any]:

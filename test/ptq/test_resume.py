@@ -91,7 +91,7 @@ def test_another_model_config_data_or_version_is_refused(tmp_path: Path, monkeyp
 
 
 def test_a_flipped_byte_is_refused_and_so_is_a_file_for_a_folder(tmp_path: Path) -> None:
-    """Of codes, of scales and of what the file says of its layers."""
+    """Flip one of the codes, of the scales, and of what the file says of its layers."""
     config = CalibrateConfig("int4-g32")
     calibrate_ptq(model(), batches(), config, checkpoint=tmp_path)
     file = min(tmp_path.iterdir())

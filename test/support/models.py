@@ -67,3 +67,22 @@ class TiedLM(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.lm_head(torch.tanh(self.up(self.embed(ids))))
         return y
+
+
+class Unreached(nn.Module):
+    """A model whose second layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers[0](x)
+        return y
+
+
+def tied() -> nn.Module:
+    """Two layers that share a weight."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    net[1].weight = net[0].weight
+    return net
