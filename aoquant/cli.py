@@ -260,7 +260,7 @@ def _for_engine(config: Any, converted: Path, served: Path | None) -> None:
         check(converted, layout)
         print(f"written: {converted}. For an engine: aoquant export {converted} --format {layout} --out served")
     except (ImportError, ValueError) as error:
-        print(f"written: {converted}. `aoquant export` would refuse it: {error}")
+        print(f"written: {converted}. It is not ready for an engine: {error}")
 
 
 def choose(
