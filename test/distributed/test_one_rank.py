@@ -25,11 +25,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from aoquant import (
+    CalibrateConfig,
     HybridConfig,
     Int4WeightConfig,
     IntxWeightConfig,
     NVFP4WeightConfig,
     QATConfig,
+    calibrate_ptq,
+    choose_formats,
     fixed_weights,
     load_pretrained,
     quantize_,
@@ -222,3 +225,18 @@ def test_converted_weights_are_not_sharded(mesh: DeviceMesh, name: str) -> None:
     wanted = model(x)
     fully_shard(model, mesh=mesh, ignored_params={*model[0].parameters()})
     assert torch.equal(model(x), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_calibrated_ptq_refuses_sharded_weights_by_name(family: str, mesh: DeviceMesh) -> None:
+    model = (llama() if family == "llama" else model_of(family)).eval()
+    layer = "self_attn.q_proj" if family == "llama" else "experts"
+    fully_shard(model.model.layers[0], mesh=mesh)
+    ids = torch.arange(32)[None]
+    for call in (
+        lambda: calibrate_ptq(model, [ids], CalibrateConfig("int8-weight")),
+        lambda: choose_formats(model, ["int8-weight"], batches=[ids], bits=16.0),
+    ):
+        with pytest.raises(ValueError, match=rf"layers\.0\..*{layer}.*: its weight is sharded"):
+            call()
+    assert isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor)
