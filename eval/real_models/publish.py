@@ -212,9 +212,11 @@ def exactness(lines: Sequence[Line]) -> str:
             continue
         trained, served = float(line[f"trained_{PERPLEXITY}"]), float(line[PERPLEXITY])
         changed = f"{line['prompts_changed']} of {line['prompts']}" if line["prompts"] else ""
-        drift = f"{100 * (served / trained - 1):+.4f} %" if line["equal"] != "True" else "0"
+        drift = (
+            f"{100 * (served / trained - 1):+{'.4f' if served < 1e6 else '.2g'}} %" if line["equal"] != "True" else "0"
+        )
         kernel = "torchao's layer" if line["served"] == "torchao" else f"`{line['served'] or line['row']}`"
-        made.append((kernel, f"`{line['row']}`", f"{trained:.2f}", f"{served:.2f}", drift, changed))
+        made.append((kernel, f"`{line['row']}`", f"{trained:.2f}", cell([line], PERPLEXITY), drift, changed))
     made.sort(key=lambda row: row[1])
     return table(("served as", "trained as", "as trained", "as served", "drift", "greedy answers that change"), made)
 

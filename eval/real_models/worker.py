@@ -17,7 +17,7 @@ import queue
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +179,17 @@ class Worker:
 
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        if graph:
-            with for_capture(model, self.float_model):
-                run = graphed(step, model, optimizer, blocks_BT[order_SB[0]])
-        else:
-            run = step
-        losses, began = torch.zeros(steps, device=device), time.perf_counter()
-        for i in range(steps):
-            if i == 1:  # the first one compiles kernels
-                losses[0].item()
-                began = time.perf_counter()
-            optimizer.param_groups[0]["lr"].fill_(rate_at(o.rate, i, steps))
-            losses[i] = run(blocks_BT[order_SB[i]])
+        losses = torch.zeros(steps, device=device)
+        # compiled layers live as long as the graph that runs their kernels
+        with for_capture(model, self.float_model) if graph else nullcontext():
+            run = graphed(step, model, optimizer, blocks_BT[order_SB[0]]) if graph else step
+            began = time.perf_counter()
+            for i in range(steps):
+                if i == 1:  # the first one compiles kernels
+                    losses[0].item()
+                    began = time.perf_counter()
+                optimizer.param_groups[0]["lr"].fill_(rate_at(o.rate, i, steps))
+                losses[i] = run(blocks_BT[order_SB[i]])
         share, seen = max(1, steps // 20), losses.tolist()
         first, last = sum(seen[:share]) / share, sum(seen[-share:]) / share
         if not last < max(2 * first, 0.1):
