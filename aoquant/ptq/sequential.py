@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from aoquant._messages import AoquantWarning, check_model, progress
 from aoquant.calibrate import calibrate, uncalibrated
@@ -39,7 +39,7 @@ from aoquant.ptq.gram import InputGram, multiplied
 from aoquant.ptq.prepare import prepare_layers
 from aoquant.ptq.ptq_report import PTQReport, PTQRow
 from aoquant.quantize import apply, give_weight, missing_kernels, refuse_recorded
-from aoquant.report.measure import undisturbed
+from aoquant.report.measure import check_batch, undisturbed
 from aoquant.targets.kernels import why_not_run
 from aoquant.targets.target import packed_target
 from aoquant.unpack import with_codes
@@ -163,10 +163,7 @@ def listed_batches(batches: Any) -> list[Any]:
     if not given:
         raise ValueError("there are no batches: give some, such as 128 sequences of 2048 tokens")
     for at, batch in enumerate(given):
-        if all(isinstance(part, bool | int | float | str | None) for part in tree_leaves(batch)):
-            raise ValueError(
-                f"batch {at} holds no tensor, got {type(batch).__name__}: give torch.tensor([tokens]), of shape (sequences, tokens)"
-            )
+        check_batch(batch, f"batch {at}")
     return given
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from aoquant.experts.families import stacks_of
 from aoquant.experts.prepared import QATExperts
@@ -104,8 +105,17 @@ def has_value(w: Any) -> bool:
     return type(w).__name__ == "Int4Tensor" or type(w).dequantize is not Tensor.dequantize
 
 
+def check_batch(batch: Any, name: str = "a batch") -> None:
+    """Raise ValueError for a batch of Python's numbers and strings alone."""
+    if all(isinstance(part, bool | int | float | str | None) for part in tree_leaves(batch)):
+        raise ValueError(
+            f"{name} holds no tensor, got {type(batch).__name__}: give torch.tensor([tokens]), of shape (sequences, tokens)"
+        )
+
+
 def run(model: nn.Module, batch: Any) -> Any:
     """Call `model` on a tensor, positional arguments (tuple, list) or keyword arguments (dict, BatchEncoding)."""
+    check_batch(batch)
     if isinstance(batch, Mapping):
         return model(**batch)
     if not isinstance(batch, tuple | list):

@@ -72,6 +72,15 @@ def test_batches_of_every_kind_and_the_dtype_of_autocast() -> None:
     assert torch.equal(model[0].input_scale, get_format("int8-tensor").measure(x.bfloat16()).scale.float())
 
 
+@pytest.mark.parametrize("batch", [[1, 2, 3], "text", 5, {"x": 1.0}, ()])
+def test_a_batch_without_a_tensor_is_refused_and_writes_no_scales(batch: Any) -> None:
+    model = prepared("int8", calibrated=False)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match="holds no tensor"):
+        calibrate(model, [batches()[0], batch])
+    assert all(same_bytes(t, before[n]) for n, t in model.state_dict().items()) and uncalibrated(model)
+
+
 def test_the_loop_sees_the_float_model_in_eval_mode_without_gradients_once() -> None:
     model = nn.Sequential(Model().up, nn.Dropout(0.5)).train()
     quantize_(model, QATConfig(INT8))
