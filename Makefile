@@ -88,8 +88,10 @@ gpu-bench: setup
 model-bench: setup
 	$(BIN)/python benchmarks/model.py
 
-# How many plausible mistakes the tests near them notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say.
+# How many plausible mistakes the tests notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say. The first run
+# measures which tests run which function; `rm build/mutation.json` measures again.
 mutate: setup
+	test -f build/mutation.json || $(BIN)/python -m tools.mutation --map --workers $(WORKERS)
 	$(BIN)/python -m tools.mutation --workers $(WORKERS) $(MUTATE)
 
 nightly: setup

@@ -1,8 +1,9 @@
-"""Test what the mutation score rests on: the mistakes made, the tables, and which failures count as kills."""
+"""Test what the mutation score rests on: the mistakes made, the tests chosen, and which failures count as kills."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -13,9 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from tools.mutation import near  # noqa: E402
 from tools.mutation.equivalent import EQUIVALENT  # noqa: E402
 from tools.mutation.operators import compiles, mutants  # noqa: E402
+from tools.mutation.ran import Measured, choose  # noqa: E402
 
 SOURCE = b'''"""A docstring: 1 + 1."""
 from x import y
@@ -56,18 +57,34 @@ def test_mistakes_are_made_in_code_and_nowhere_else() -> None:
         assert " ".join(changed.decode().splitlines()[m.line - 1].split()) == m.after
 
 
-def test_tables_name_what_there_is() -> None:
-    for prefix, tests in near.NEAR.items():
-        assert (ROOT / "aoquant" / prefix).exists(), f"tools/mutation/near.py: there is no aoquant/{prefix}"
-        for test in tests:
-            file, _, name = test.partition("::")
-            path = ROOT / "test" / file
-            assert path.exists(), f"tools/mutation/near.py: there is no test/{file}"
-            assert not name or f"def {name.partition('[')[0]}(" in path.read_text(), (
-                f"tools/mutation/near.py: there is no test/{test}"
-            )
-    assert near.tests_near("formats/integer.py") != near.tests_near("formats/base.py")
-    assert near.tests_near("formats/new.py") == near.NEAR["formats/"] and near.tests_near("cli.py") == ()
+def test_a_mutant_knows_the_function_around_it() -> None:
+    source = b"A = 1\nclass C:\n    b = 2\n    def f(self, c=3):\n        def g():\n            return [4 for _ in range(5)]\n"
+    functions = {m.before: m.function for m in mutants("f.py", source)}
+    assert functions == {
+        "A = 1": "",
+        "b = 2": "",
+        "def f(self, c=3):": "C.f",
+        "return [4 for _ in range(5)]": "C.f.<locals>.g",
+    }
+
+
+def test_tests_of_the_function_come_first_the_most_specific_ahead_and_one_case_of_each() -> None:
+    f, g, other = "a.py:f", "a.py:g", "b.py:f"
+    tests = [
+        Measured("t.py::wide", 1, frozenset({f, g, other})),
+        Measured("t.py::narrow[1]", 1, frozenset({f})),
+        Measured("t.py::narrow[2]", 1, frozenset({f})),
+        Measured("t.py::long", 9, frozenset({f})),
+        Measured("u.py::file", 1, frozenset({g, other})),
+        Measured("u.py::elsewhere", 1, frozenset({other})),
+    ]
+
+    def chosen(function: str, budget: float) -> list[str]:
+        return [t.name for t in choose(tests, "a.py", function, budget)]
+
+    assert chosen("f", 4) == ["t.py::narrow[1]", "t.py::wide", "t.py::narrow[2]", "u.py::file"]
+    assert chosen("f", 1.5) == ["t.py::narrow[1]"]
+    assert chosen("", 2) == ["t.py::wide", "t.py::narrow[1]"]
 
 
 def test_every_equivalent_mutant_is_of_a_line_that_is_there() -> None:
@@ -93,7 +110,10 @@ made = pool.Pool(Path(sys.argv[1]), 1)
 for name, lines in TESTS.items():
     (made.slots[0] / "test" / f"test_its_{name}.py").write_text("\n".join(lines))
 mutant = b"'wrong'\n"
-jobs = (pool.Job(name, (f"test_its_{name}.py",), 200, "formats/layout.py", mutant) for name in TESTS)
+jobs = (
+    pool.Job(name, (f"test/test_its_{name}.py::{test}",), 200, "formats/layout.py", mutant)
+    for name, test in [*((name, "test_it") for name in TESTS), ("steady", "test_that_is_gone")]
+)
 print(*(f"{done.of}={done.outcome}" for done in made.run(jobs)))
 """
 
@@ -105,7 +125,8 @@ def test_a_failure_that_does_not_come_again_or_comes_without_the_mutant_kills_no
         [sys.executable, "-c", UNSTEADY, str(tmp_path)],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout.split()[-3:] == ["steady=killed", "once=unsteady", "always=unsteady"], done.stderr[-2000:]
+    said = done.stdout.split()[-4:]
+    assert said == ["steady=killed", "once=unsteady", "always=unsteady", "steady=survived"], done.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -113,12 +134,16 @@ def test_a_failure_that_does_not_come_again_or_comes_without_the_mutant_kills_no
 def test_a_run_tells_survivors_from_killed_goes_on_and_leaves_the_checkout_alone(tmp_path: Path) -> None:
     file = ROOT / "aoquant" / "formats" / "layout.py"
     before = file.read_bytes()
+    functions = sorted({f"formats/layout.py:{m.function}" for m in mutants("formats/layout.py", before)})
+    names = ("unpack_inverts_pack[4-7]", "tiles_invert_and_place_elements", "swizzle_formula")
+    tests = {f"test/formats/test_layout.py::test_{name}": [1.0, [*range(len(functions))]] for name in names}
+    (tmp_path / "ran.json").write_text(json.dumps({"functions": functions, "tests": tests}))
 
     def run(number: int) -> tuple[str, list[dict[str, str]]]:
         command = [sys.executable, "-m", "tools.mutation", "--only", "formats/layout.py", "--number", str(number)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*command, "--workers", "1", "--out", str(tmp_path)],
+            [*command, "--workers", "1", "--out", str(tmp_path), "--ran", str(tmp_path / "ran.json")],
             cwd=ROOT,
             env=environment,
             capture_output=True,

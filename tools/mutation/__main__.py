@@ -1,25 +1,27 @@
-"""Mutation testing: how many plausible mistakes in the source do the tests near them notice?
+"""Mutation testing: how many plausible mistakes in the source do the tests notice?
 
+    python -m tools.mutation --map                     # once, and after larger changes: which tests run which function
     python -m tools.mutation --workers 16 --minutes 8  # or `make mutate`; run it again and it goes on where it stopped
     python -m tools.mutation --again                   # the survivors too, after new tests
     python -m tools.mutation --shard 1/4               # every fourth mutant, for one of four machines
                                                        # afterwards once without --shard, for all
-    python -m tools.mutation --list                    # the tests, how long each takes, and what is drawn
 
-A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed`
-and on its own line alone, so a change elsewhere leaves the sample as it was. The tests run twice without a mutant:
-those that fail then are left out, one by one, and named. A mutant is killed by a test that fails twice with it and then
-passes without it (pool.py); one that runs five times as long as the tests do without it, and 30 seconds more, counts as
-killed too. A failure that does not come again is "unsteady" and counts as survived.
+A sample of `--number` mutants is drawn from the files that the CPU tests run. A mutant's place in the sample depends on
+`--seed` and on its own line alone, so a change elsewhere leaves the sample as it was. Left alone, since they run on a
+GPU only: files of which no test runs a function, and functions below ops/ that no test runs.
 
-`tests` in the results: the test that killed the mutant, or all that it survived.
+The tests of a mutant come from the map (ran.py), up to `--budget` seconds. A mutant is killed by a test that fails
+twice with it and then passes without it (pool.py). A mutant that runs five times as long as its tests do without it,
+and 30 seconds more, counts as killed too. If failures do not come again and no other test fails, the mutant is
+"unsteady" and counts as survived.
+
+`tests` in the results: the test that killed the mutant, or how many it survived.
 
 Results: mutation.csv (a row for each mutant), mutation_score.csv and mutation_survivors.csv, in benchmarks/results or
 `--out`.
 
 Why a tool of our own: a mutant costs its tests and no import of torch, as in mutmut, which however mutates functions
-alone, takes no sample, and learns which tests belong to a function from a run of the whole suite; cosmic-ray has one
-test command for all mutants, and starts a process for each.
+alone and takes no sample; cosmic-ray has one test command for all mutants, and starts a process for each.
 """
 
 from __future__ import annotations
@@ -33,28 +35,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .equivalent import EQUIVALENT
-from .near import tests_near
 from .operators import Mutant, compiles, mutants
-from .pool import BROKEN, KILLED, ROOT, SURVIVED, TIMEOUT, UNSTEADY, Job, Pool, prepare
+from .pool import BROKEN, KILLED, SURVIVED, TIMEOUT, UNSTEADY, Job, Pool, prepare
+from .ran import MAP, ROOT, Measured, choose, measure, read
 
 COLUMNS = ("id", "file", "line", "operator", "before", "after", "outcome", "seconds", "tests")
 EQUIVALENT_OUTCOME = "equivalent"
 GRACE, TIMES = 30.0, 5.0  # a mutant's time: seconds, and multiples of what its tests take without it
 
 
-class Healthy(NamedTuple):
-    """A line of near.py that passes without a mutant: its seconds, and node ids that do not."""
-
-    seconds: float
-    without: tuple[str, ...]
-
-
 def main() -> None:
     options = _options()
-    sample = draw(options.number, options.seed, options.only)
+    if options.map:
+        return measure(options.workers, options.ran)
+    tests = read(options.ran)
+    sample = draw(tests, options.number, options.seed, options.only)
     part, parts = (int(n) for n in options.shard.split("/"))
     sample = sample[part - 1 :: parts]
     results = options.out / f"mutation{'' if parts == 1 else f'_{part}of{parts}'}.csv"
@@ -62,24 +60,17 @@ def main() -> None:
         results,
         *([] if parts > 1 else options.out.glob("mutation_[0-9]*of*[0-9].csv")),
     ]  # all of them together, after the shards
-    rows = [] if options.list else [row for path in known for row in _read(path)]
+    rows = [row for path in known for row in _read(path)]
     wanted = {identity(m) for m in sample}  # a row of an older source says nothing any more
     rows = list({row["id"]: row for row in rows if row["id"] in wanted and _stands(row, options)}.values())
     left = _settle(rows, [m for m in sample if identity(m) not in {row["id"] for row in rows}])
     print(f"{len(sample)} mutants, {len(rows)} known, {len(left)} to run, {options.workers} workers", flush=True)
-    if left or options.list:
+    if left:
         deadline = time.monotonic() + 60 * options.minutes
         prepare()
         with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
             pool: Pool[Any] = Pool(Path(folder), options.workers)
-            healthy = _baseline(pool, {t for m in left for t in tests_near(m.file)})
-            if options.list:
-                for mutant in left:
-                    print(
-                        f"{mutant.file}:{mutant.line}: {mutant.operator}\n    - {mutant.before}\n    + {mutant.after}"
-                    )
-                return
-            for row in _run(pool, left, healthy, deadline):
+            for row in _run(pool, left, tests, options.budget, deadline):
                 rows.append(row)
                 _write(results, rows)
                 if row["outcome"] in (SURVIVED, UNSTEADY):
@@ -93,12 +84,14 @@ def main() -> None:
         print(f"{len(sample) - len(rows)} mutants left: run it again")
 
 
-def draw(number: int, seed: int, only: Sequence[str] = ("",)) -> list[Mutant]:
-    """The sample, in an order that has nothing to do with files."""
-    package = ROOT / "aoquant"
-    files = sorted(p.relative_to(package).as_posix() for p in package.rglob("*.py"))
-    sources = {f: (package / f).read_bytes() for f in files if tests_near(f) and f.startswith(tuple(only))}
-    found = sorted((m for f, source in sources.items() for m in mutants(f, source)), key=lambda m: identity(m, seed))
+def draw(tests: Iterable[Measured], number: int, seed: int, only: Sequence[str] = ("",)) -> list[Mutant]:
+    """Return the sample, in an order that has nothing to do with files."""
+    package, ran = ROOT / "aoquant", frozenset[str]().union(*(t.functions for t in tests))
+    files = {f.partition(":")[0] for f in ran if not f.endswith(":")}
+    sources = {f: path.read_bytes() for f in files if f.startswith(tuple(only)) and (path := package / f).exists()}
+    every = (m for f, source in sources.items() for m in mutants(f, source))
+    here = (m for m in every if not m.file.startswith("ops/") or not m.function or f"{m.file}:{m.function}" in ran)
+    found = sorted(here, key=lambda m: identity(m, seed))
     unique = {
         identity(m): m for m in reversed(found)
     }  # two that read alike, such as x + x with one sign turned, count once
@@ -128,52 +121,35 @@ def _settle(rows: list[dict[str, str]], left: list[Mutant]) -> list[Mutant]:
     ]
     have = {row["id"] for row in rows}
     rows += [
-        _row(m, EQUIVALENT_OUTCOME, 0, ())
+        _row(m, EQUIVALENT_OUTCOME, 0, "")
         for m in left
         if (m.file, m.before, m.after) in known and identity(m) not in have
     ]
     return [m for m in left if (m.file, m.before, m.after) not in known]
 
 
-def _baseline(pool: Pool[Any], names: Iterable[str]) -> dict[str, Healthy]:
-    """The lines of near.py that pass without a mutant, in two runs; what fails in either is named and left out."""
-    healthy, lost = dict[str, Healthy](), set[str]()
-    names = sorted(names)
-    for done in pool.run(Job(t, (t,), 300) for t in [*names, *names]):
-        known = healthy.get(done.of, Healthy(0.0, ()))
-        if done.outcome == KILLED and done.failed and all("::" in name for name in done.failed):
-            print(f"left out, fails without a mutant: {', '.join(done.failed)}\n{done.log[-1500:]}", flush=True)
-        elif done.outcome != SURVIVED:
-            lost.add(done.of)
-            print(f"left out, {done.outcome} without a mutant: {done.of}\n{done.log[-1500:]}", flush=True)
-        without = tuple(sorted({*known.without, *done.failed}))
-        healthy[done.of] = Healthy(max(known.seconds, done.seconds), without)
-    for name, test in sorted(healthy.items()):
-        print(f"{test.seconds:6.1f} s  {name}", flush=True)
-    return {name: test for name, test in healthy.items() if name not in lost}
-
-
-def _run(pool: Pool[Any], left: list[Mutant], healthy: dict[str, Healthy], deadline: float) -> Iterator[dict[str, str]]:
+def _run(
+    pool: Pool[Any], left: list[Mutant], tests: list[Measured], budget: float, deadline: float
+) -> Iterator[dict[str, str]]:
     def jobs() -> Iterator[Job[tuple[Mutant, tuple[str, ...]]]]:
         for m in left:
-            tests = tuple(t for t in tests_near(m.file) if t in healthy)
-            if not tests:
-                print(f"no test left for {m.file}")
-            elif time.monotonic() < deadline:
-                limit = GRACE + TIMES * sum(healthy[t].seconds for t in tests)
-                source = m.apply((ROOT / "aoquant" / m.file).read_bytes())
-                without = tuple(name for t in tests for name in healthy[t].without)
-                yield Job((m, tests), tests, limit, m.file, source, without)
+            if time.monotonic() < deadline:
+                chosen = choose(tests, m.file, m.function, budget)
+                names, limit = tuple(t.name for t in chosen), GRACE + TIMES * sum(t.seconds for t in chosen)
+                yield Job((m, names), names, limit, m.file, m.apply((ROOT / "aoquant" / m.file).read_bytes()))
 
     for done in pool.run(jobs()):
-        mutant, tests = done.of
+        mutant, names = done.of
         # broken twice, and not without the mutant: it broke what pytest needs to start
         outcome = KILLED if done.outcome == BROKEN else done.outcome
-        yield _row(mutant, outcome, done.seconds, done.failed[:1] if outcome == KILLED and done.failed else tests)
+        if done.outcome == UNSTEADY:
+            print(f"failed once, or without the mutant too: {' '.join(done.failed)}", flush=True)
+        killer = done.failed[0] if outcome == KILLED and done.failed else f"{len(names)} tests"
+        yield _row(mutant, outcome, done.seconds, killer)
 
 
-def _row(m: Mutant, outcome: str, seconds: float, tests: tuple[str, ...]) -> dict[str, str]:
-    values = (identity(m), m.file, m.line, m.operator, m.before, m.after, outcome, f"{seconds:.1f}", " ".join(tests))
+def _row(m: Mutant, outcome: str, seconds: float, tests: str) -> dict[str, str]:
+    values = (identity(m), m.file, m.line, m.operator, m.before, m.after, outcome, f"{seconds:.1f}", tests)
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
 
@@ -232,6 +208,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutation", description="Mutation testing; see tools/mutation/__main__.py."
     )
+    parser.add_argument("--map", action="store_true", help="measure which tests run which function, and stop")
+    parser.add_argument("--ran", type=Path, default=MAP, help="the map's file")
+    parser.add_argument(
+        "--budget", type=float, default=120, help="seconds of tests for a mutant, as they were measured"
+    )
     parser.add_argument("--number", type=int, default=400, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[""], help="paths below aoquant/ that files start with")
@@ -240,7 +221,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=600, help="start no mutant after this time")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--again", action="store_true", help="run the survivors again, after new tests")
-    parser.add_argument("--list", action="store_true", help="run the tests without mutants, print the sample, and stop")
     return parser.parse_args()
 
 

@@ -48,7 +48,7 @@ ON_GPU = re.compile(r"""is_cuda|\.cuda\b|['"]cuda['"]|current_stream|capability|
 
 class Mutant(NamedTuple):
     """start, end: the byte range of the source that `text` replaces. before, after: its first line, stripped, to
-    read.
+    read. function: the qualified name of the innermost function around it, "" outside of functions.
     """
 
     file: str
@@ -59,6 +59,7 @@ class Mutant(NamedTuple):
     start: int
     end: int
     text: str
+    function: str = ""
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.text.encode() + source[self.end :]
@@ -66,7 +67,12 @@ class Mutant(NamedTuple):
 
 def mutants(file: str, source: bytes) -> list[Mutant]:
     """All mutants of a source file, in the order of its text; a few of them may not compile."""
-    found = list(_Finder(file, source).walk(ast.parse(source)))
+    tree, finder = ast.parse(source), _Finder(file, source)
+    functions = list(finder.functions(tree))  # an inner one after the one around it
+    found = [
+        m._replace(function=next((name for start, end, name in reversed(functions) if start <= m.start < end), ""))
+        for m in finder.walk(tree)
+    ]
     return sorted(found, key=lambda m: (m.start, m.end, m.text))
 
 
@@ -84,6 +90,17 @@ class _Finder:
         self.starts = [0]
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
+
+    def functions(self, node: ast.AST, prefix: str = "") -> Iterator[tuple[int, int, str]]:
+        """Yield first byte, end and qualified name of each function."""
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield self._start(child), self._end(child), prefix + child.name
+                inner = f"{prefix}{child.name}.<locals>."
+            elif isinstance(child, ast.ClassDef):
+                inner = f"{prefix}{child.name}."
+            yield from self.functions(child, inner)
 
     def walk(self, node: ast.AST) -> Iterator[Mutant]:
         if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom):

@@ -17,19 +17,34 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("aoquant", "test", "benchmarks", "csrc", "eval", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+import pytest
+
+from .ran import ROOT
+
+LEFT = (
+    ".git",
+    ".venv",
+    ".engines",
+    ".versions",
+    ".release",
+    "build",
+    "dist",
+    "site",
+    "*.egg-info",
+    "*_cache",
+    "__pycache__",
+)
 HEAVY = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torchao.quantization", "transformers.models.llama.modeling_llama",
     "transformers.quantizers.quantizer_torchao", "peft", "safetensors.torch", "ml_dtypes", "hypothesis", "xdist",
 )  # fmt: skip
-MARKS = "not gpu and not slow and not nightly"
 KILLED, SURVIVED, TIMEOUT, BROKEN, UNSTEADY = "killed", "survived", "timeout", "broken", "unsteady"
+FIRST = 20  # tests that are run before the others are collected
 _UNSTEADY = 71  # a fork's exit code
 _OUTCOMES = {
     0: SURVIVED,
@@ -41,16 +56,15 @@ T = TypeVar("T")
 
 
 class Job(NamedTuple, Generic[T]):
-    """tests: paths below test/. file, source: what to overwrite in the copy of the package, if anything; then the first
-    failure ends the run. limit: seconds. without: node ids that are left out.
+    """tests: node ids, in their order; the first failure ends the run. limit: seconds. file, source: what to overwrite
+    in the copy of the package.
     """
 
     of: T
     tests: tuple[str, ...]
     limit: float
-    file: str = ""
-    source: bytes = b""
-    without: tuple[str, ...] = ()
+    file: str
+    source: bytes
 
 
 class Done(NamedTuple, Generic[T]):
@@ -97,13 +111,7 @@ class Pool(Generic[T]):
         self.cores = sorted(os.sched_getaffinity(0))
         self.slots = [folder / f"slot{i}" for i in range(workers)]
         first, *others = self.slots
-        first.mkdir(parents=True)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, first / name, ignore=shutil.ignore_patterns("__pycache__"))
-            elif source.exists():
-                shutil.copy2(source, first / name)
+        shutil.copytree(ROOT, first, ignore=shutil.ignore_patterns(*LEFT))
         compileall.compile_dir(first / "aoquant", quiet=2)
         for slot in others:
             shutil.copytree(first, slot)
@@ -131,8 +139,7 @@ class Pool(Generic[T]):
                 _kill(process)
 
     def _start(self, job: Job[T], slot: int) -> int:
-        if job.file:
-            self._write(slot, job.file, job.source)
+        self._write(slot, job.file, job.source)
         if process := os.fork():
             return process
         try:
@@ -142,7 +149,7 @@ class Pool(Generic[T]):
             os._exit(70)
 
     def _test(self, job: Job[T], slot: int) -> int:
-        """In the fork: pytest's exit code, of a mutant's second run."""
+        """In the fork: pytest's exit code for the tests that the mutant alone makes fail."""
         place = self.slots[slot]
         os.setsid()
         os.sched_setaffinity(0, {self.cores[slot % len(self.cores)]})
@@ -152,15 +159,23 @@ class Pool(Generic[T]):
         os.dup2(log, 2)
         os.environ["PYTHONPATH"] = str(place)
         sys.path[:] = [str(place), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
-        (place / "failed").write_text("")
-        code = _in_a_fork(job, job.tests)
-        if not job.file or code == 0:
-            return code
-        again = _that_failed(job.tests, self._failed(slot))
-        if not _in_a_fork(job, again):
-            return _UNSTEADY
-        self._write(slot, job.file, (ROOT / "aoquant" / job.file).read_bytes())
-        return _UNSTEADY if _in_a_fork(job, again) else code
+        unsteady = list[str]()
+        for tests in (job.tests[:FIRST], job.tests[FIRST:]):  # few files to collect before the likeliest tests
+            while tests:
+                (place / "failed").write_text("")
+                if not (code := _in_a_fork(tests)):
+                    break
+                failed = self._failed(slot)
+                again = tuple(t for t in tests if t in failed or t.partition("::")[0] in failed) or tests
+                if _in_a_fork(again):
+                    self._write(slot, job.file, (ROOT / "aoquant" / job.file).read_bytes())
+                    if not _in_a_fork(again):
+                        return code
+                    self._write(slot, job.file, job.source)
+                unsteady += again  # these say nothing of the mutant, but later ones may
+                tests = tests[tests.index(again[-1]) + 1 :]
+        (place / "failed").write_text("\n".join(unsteady))
+        return _UNSTEADY if unsteady else 0
 
     def _failed(self, slot: int) -> tuple[str, ...]:
         path = self.slots[slot] / "failed"
@@ -178,8 +193,7 @@ class Pool(Generic[T]):
             _kill(process)  # what the tests started and left
             outcome = TIMEOUT if late else _OUTCOMES.get(os.waitstatus_to_exitcode(status), BROKEN)
             log = (self.slots[one.slot] / "log").read_text(errors="replace")
-            if one.job.file:
-                self._write(one.slot, one.job.file, (ROOT / "aoquant" / one.job.file).read_bytes())
+            self._write(one.slot, one.job.file, (ROOT / "aoquant" / one.job.file).read_bytes())
             yield Done(one.job.of, outcome, time.monotonic() - one.began, log, self._failed(one.slot)), one.slot
         time.sleep(0.02)
 
@@ -190,41 +204,42 @@ class Pool(Generic[T]):
             stale.unlink()
 
 
-class _Failures:
-    """A pytest plugin that writes down what fails, at once, so that a process which dies later leaves it."""
+class _Chosen:
+    """Run the chosen tests in their order, and write down what fails at once: a process that dies later leaves it.
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    Not as pytest's arguments: a mutant may change the cases of a test, and a case that is gone is no failure.
+    """
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self.places = {test: place for place, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((i for i in items if i.nodeid in self.places), key=lambda i: self.places[i.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report)
 
-    def pytest_collectreport(self, report: Any) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._note(report)
 
-    def _note(self, report: Any) -> None:
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             with open("failed", "a") as file:
                 file.write(f"{report.nodeid}\n")
 
 
-def _in_a_fork(job: Job[T], tests: tuple[str, ...]) -> int:
-    """pytest's exit code; the number of a signal that ended it, negative."""
+def _in_a_fork(tests: tuple[str, ...]) -> int:
+    """pytest's exit code, 0 where no test is left; the number of a signal that ended it, negative."""
     if process := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
     try:
-        import pytest
-
-        stop = ("-x",) if job.file else ()
-        left = [f"--deselect={name}" for name in job.without]
-        options = ("-q", "-n", "0", "--tb", "line", "-p", "no:cacheprovider", "-m", MARKS)
-        os._exit(int(pytest.main([*stop, *options, *left, *(f"test/{name}" for name in tests)], [_Failures()])))
+        options = ("-x", "-q", "-n", "0", "--tb", "line", "-p", "no:cacheprovider")
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        os._exit(int(pytest.main([*options, *files], [_Chosen(tests)])))
     finally:
         os._exit(70)
-
-
-def _that_failed(tests: tuple[str, ...], failed: tuple[str, ...]) -> tuple[str, ...]:
-    """What to run again: the tests that failed, those of a file that could not be collected, or all."""
-    names = [name.removeprefix("test/") for name in failed]
-    single = [name for name in names if "::" in name]
-    return tuple(single or [t for t in tests if t.partition("::")[0] in names] or tests)
 
 
 def _kill(process: int) -> None:
