@@ -139,3 +139,11 @@ def test_a_held_scale_of_byte_zero_divides_by_one() -> None:
     """torchao's rule for RCEIL: a block of zeros that has grown under its scale keeps its values as they are."""
     e = get_format("mxfp8").hold(torch.full((1, 32), 3.0), Scales(torch.zeros(1, 1, dtype=torch.float8_e8m0fnu)))
     assert torch.equal(e.codes.view(torch.float8_e4m3fn).float(), torch.full((1, 32), 3.0))
+
+
+def test_the_largest_held_scale_divides_and_the_scale_nan_makes_codes_nan() -> None:
+    fmt, x = get_format("mxfp8"), torch.full((1, 32), 3 * 2.0**125)
+    for byte, wanted in ((254, torch.full((1, 32), 0.75)), (255, torch.full((1, 32), float("nan")))):
+        scale = torch.tensor([[byte]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        codes = fmt.hold(x, Scales(scale)).codes.view(torch.float8_e4m3fn).float()
+        assert torch.equal(codes.nan_to_num(-1.0), wanted.nan_to_num(-1.0))

@@ -231,6 +231,20 @@ def test_an_embedding_that_cannot_be_quantised_is_not_said_to_wait_for_its_name(
     assert weight.state == "default" and "Shifted" in weight.about and "named" not in weight.about
 
 
+class Doubled(nn.Linear):
+    """A linear layer whose forward is not that of nn.Linear."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(2 * input)
+
+
+def test_a_subclass_of_a_layer_is_no_unsupported_parameter() -> None:
+    found = aoquant.coverage(nn.Sequential(Doubled(64, 64, bias=False)))
+    (weight,) = found.weights
+    assert weight.state == "subclass" and "Doubled is a subclass of Linear" in weight.about
+    assert found.unexpected == (weight,) and found.problem is None
+
+
 def test_a_filter_is_a_function_of_module_and_name() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="filter_fn"):

@@ -1,6 +1,7 @@
 """Mutation testing: how many plausible mistakes in the source do the tests notice?
 
     python -m tools.mutation --map                     # once, and after larger changes: which tests run which function
+    python -m tools.mutation --map test/ops/test_ops.py  # measure the tests of some files anew, after new tests
     python -m tools.mutation --workers 16 --minutes 8  # or `make mutate`; run it again and it goes on where it stopped
     python -m tools.mutation --again                   # the survivors too, after new tests
     python -m tools.mutation --shard 1/4               # every fourth mutant, for one of four machines
@@ -49,8 +50,8 @@ GRACE, TIMES = 30.0, 5.0  # a mutant's time: seconds, and multiples of what its 
 
 def main() -> None:
     options = _options()
-    if options.map:
-        return measure(options.workers, options.ran)
+    if options.map is not None:
+        return measure(options.workers, options.ran, options.map)
     tests = read(options.ran)
     sample = draw(tests, options.number, options.seed, options.only)
     part, parts = (int(n) for n in options.shard.split("/"))
@@ -208,7 +209,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutation", description="Mutation testing; see tools/mutation/__main__.py."
     )
-    parser.add_argument("--map", action="store_true", help="measure which tests run which function, and stop")
+    parser.add_argument("--map", nargs="*", help="measure which functions tests run, all or those of files, and stop")
     parser.add_argument("--ran", type=Path, default=MAP, help="the map's file")
     parser.add_argument(
         "--budget", type=float, default=120, help="seconds of tests for a mutant, as they were measured"

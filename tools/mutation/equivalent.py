@@ -167,4 +167,10 @@ EQUIVALENT = [
         "if False: # codes are what its kernel reads",
         "The values that are then made too are not read by a kernel that multiplies codes. " + _TIME,
     ),
+    Equivalent(
+        "linear/tensor.py",
+        "k: int = 0,",
+        "k: int = 1,",
+        "The default is for a packed tensor in the place of the codes, whose constructor returns before it reads k.",
+    ),
 ]

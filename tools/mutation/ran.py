@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from multiprocessing import util
 from pathlib import Path
 from types import CodeType, FrameType
@@ -43,16 +43,18 @@ class Measured(NamedTuple):
     functions: frozenset[str]
 
 
-def measure(workers: int, path: Path) -> None:
-    """Run the CPU tests and write the map of those that pass."""
+def measure(workers: int, path: Path, files: Sequence[str]) -> None:
+    """Run the CPU tests, or those of some files alone, and write the map of the tests that pass."""
+    known = [t for t in read(path) if t.name.partition("::")[0] not in files] if files else []
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         Path(folder, "sitecustomize.py").write_text("from tools.mutation import ran\nran.trace_process()\n")
         places = os.pathsep.join((str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH")])))
         options = ("-q", "-n", str(workers), "--dist", "worksteal", "-m", MARKS, "-p", "tools.mutation.ran")
         environment = os.environ | {FOLDER: folder, "PYTHONPATH": places}
-        subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, env=environment, check=False)
+        subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=environment, check=False)
         lines = [json.loads(line) for file in Path(folder).glob("*.jsonl") for line in file.read_text().splitlines()]
-    functions, seconds = defaultdict[str, set[str]](set), dict[str, float]()
+    functions = defaultdict[str, set[str]](set, {t.name: set(t.functions) for t in known})
+    seconds = {t.name: t.seconds for t in known}
     for name, took, ran in lines:
         functions[name].update(ran)
         if took is not None:
