@@ -68,23 +68,22 @@ def test_a_mutant_knows_the_function_around_it() -> None:
     }
 
 
-def test_tests_of_the_function_come_first_the_most_specific_ahead_and_one_case_of_each() -> None:
+def test_tests_of_the_function_come_first_the_most_specific_and_one_case_of_each_in_turn() -> None:
     f, g, other = "a.py:f", "a.py:g", "b.py:f"
     tests = [
         Measured("t.py::wide", 1, frozenset({f, g, other})),
-        Measured("t.py::narrow[1]", 1, frozenset({f})),
-        Measured("t.py::narrow[2]", 1, frozenset({f})),
+        *(Measured(f"t.py::narrow[{n}]", 1, frozenset({f})) for n in range(4)),
         Measured("t.py::long", 9, frozenset({f})),
         Measured("u.py::file", 1, frozenset({g, other})),
         Measured("u.py::elsewhere", 1, frozenset({other})),
     ]
 
     def chosen(function: str, budget: float) -> list[str]:
-        return [t.name for t in choose(tests, "a.py", function, budget)]
+        return [t.name.partition("::")[2] for t in choose(tests, "a.py", function, budget)]
 
-    assert chosen("f", 4) == ["t.py::narrow[1]", "t.py::wide", "t.py::narrow[2]", "u.py::file"]
-    assert chosen("f", 1.5) == ["t.py::narrow[1]"]
-    assert chosen("", 2) == ["t.py::wide", "t.py::narrow[1]"]
+    assert chosen("f", 6) == ["narrow[0]", "narrow[1]", "wide", "narrow[2]", "narrow[3]", "file"]
+    assert chosen("f", 1.5) == ["narrow[0]"]
+    assert chosen("", 3) == ["wide", "narrow[0]", "narrow[1]"]
 
 
 def test_every_equivalent_mutant_is_of_a_line_that_is_there() -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Sequence
+from itertools import chain
 from multiprocessing import util
 from pathlib import Path
 from types import CodeType, FrameType
@@ -78,9 +79,10 @@ def read(path: Path) -> list[Measured]:
 def choose(tests: Iterable[Measured], file: str, function: str, budget: float) -> list[Measured]:
     """Return the tests for a mutant in a function, or outside of functions where `function` is "", best first.
 
-    Tests that ran the function come first, by how few other functions they ran. The rest of the budget, in seconds,
+    Tests that ran the function come first, by how few other functions they ran. Every second of them is the first case
+    of another test: hundreds of cases of one test may run the fewest functions. The rest of the budget, in seconds,
     goes to the tests that ran most functions of the file: a function whose result is cached was measured in one test
-    only. One case of each test is chosen before the second of any.
+    only.
     """
     here, prefix = f"{file}:{function}", f"{file}:"
     near, far = list[Measured](), list[tuple[int, Measured]]()
@@ -91,17 +93,17 @@ def choose(tests: Iterable[Measured], file: str, function: str, budget: float) -
             far.append((share, test))
     near.sort(key=lambda t: len(t.functions))
     far.sort(key=lambda f: (-f[0], len(f[1].functions)))
-    chosen = list[Measured]()
-    for test in [*_one_case_of_each_first(near), *_one_case_of_each_first([t for _, t in far])]:
-        if test.seconds <= budget:
-            chosen.append(test)
-            budget -= test.seconds
-    return chosen
+    chosen = dict[str, Measured]()
+    for ranked in (near, [t for _, t in far]):
+        for test in chain.from_iterable(zip(ranked, _one_case_of_each_first(ranked), strict=True)):
+            if test.name not in chosen and test.seconds <= budget:
+                chosen[test.name] = test
+                budget -= test.seconds
+    return [*chosen.values()]
 
 
 def _one_case_of_each_first(tests: Iterable[Measured]) -> list[Measured]:
-    cases = Counter[str]()
-    rounds = list[tuple[int, int, Measured]]()
+    cases, rounds = Counter[str](), list[tuple[int, int, Measured]]()
     for place, test in enumerate(tests):
         case = test.name.partition("[")[0]
         rounds.append((cases[case], place, test))
