@@ -95,8 +95,7 @@ class MasterCodes:
         if self.weight.device != self.master.device:
             self.weight = self._made(self.weight.dtype)
             return
-        with torch.inference_mode(False):
-            self.weight.take_parts([t for e in sides if e is not None for t in e.tensors if t is not None])
+        self.weight.take_parts([t for e in sides if e is not None for t in e.tensors if t is not None])
 
     def cast(self, dtype: torch.dtype) -> None:
         """Let the layers compute in `dtype`."""

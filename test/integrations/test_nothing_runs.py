@@ -179,3 +179,23 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RESULTS).read_text()) == {"a": 1}
     source = (ROOT / "aoquant/integrations/job/result.py").read_text()
     assert "write_json(folder / RESULTS" in source and "json.dump" not in source
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("no-such-model", "asked for it"),
+        ("someone/no-such_model.1", "asked for it"),
+        ("some one/model", "a folder that exists, or a hub id"),
+        ("a/folder/that/is/gone", "a folder that exists, or a hub id"),
+    ],
+)
+def test_what_is_neither_a_folder_nor_an_id_is_not_looked_for(
+    model: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*args: Any, **kwargs: Any) -> None:
+        raise OSError("asked for it")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", ask)
+    with pytest.raises(ValueError, match=said):
+        load_float(model, "auto", "cpu")

@@ -115,6 +115,13 @@ def test_a_layer_that_runs_later_is_no_direct_read() -> None:
     assert hooks(model) == 0
 
 
+def test_layers_that_are_prepared_one_after_the_other_are_watched_by_one_pair_of_hooks() -> None:
+    model = prepared(Model(READS["operator"]), filter_fn=lambda m, fqn: fqn == "a")
+    once = hooks(model)
+    prepared(model, filter_fn=lambda m, fqn: fqn == "b")
+    assert hooks(model) == once == 2
+
+
 def test_the_watch_survives_copies_and_pickles_and_is_taken_along() -> None:
     x = torch.randn(2, 64)
     for again in (copy.deepcopy, _pickled):

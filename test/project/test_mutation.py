@@ -81,7 +81,7 @@ def test_tests_of_the_function_come_first_the_most_specific_and_one_case_of_each
     def chosen(function: str, budget: float) -> list[str]:
         return [t.name.partition("::")[2] for t in choose(tests, "a.py", function, budget)]
 
-    assert chosen("f", 6) == ["narrow[0]", "narrow[1]", "wide", "narrow[2]", "narrow[3]", "file"]
+    assert chosen("f", 6) == ["narrow[0]", "narrow[1]", "narrow[2]", "wide", "narrow[3]", "file"]
     assert chosen("f", 1.5) == ["narrow[0]"]
     assert chosen("", 3) == ["wide", "narrow[0]", "narrow[1]"]
 

@@ -173,4 +173,16 @@ EQUIVALENT = [
         "k: int = 1,",
         "The default is for a packed tensor in the place of the codes, whose constructor returns before it reads k.",
     ),
+    Equivalent(
+        "ops/codec/whole.py",
+        "LEAST = 1 << 21 # values",
+        "LEAST = 2 << 21 # values",
+        "Triton's kernel encodes the same bytes, so from which size on this one runs is a question of speed.",
+    ),
+    Equivalent(
+        "linear/function.py",
+        "measured=measured if needs_dx and x.device.type in ONE_PASS else None,",
+        "measured=measured if needs_dx and x.device.type not in ONE_PASS else None,",
+        "A scale that forward measured of W is the one that backward finds of the same W. " + _TIME,
+    ),
 ]
