@@ -64,6 +64,7 @@ class Layer(nn.Module):
         if self.method is not None:
             inner = 64 if parallel else 64 // ranks
             self.method.create_weights(self, len(self.local), 64, inner, torch.bfloat16, weight_loader=self.load)
+            assert not any(p.requires_grad for p in self.parameters()), "vLLM's own weights have no gradient"
 
     def load(self, name: str, tensor: Tensor) -> str:
         """As vLLM: `tensor` is a stack of one expert there, unbound again."""

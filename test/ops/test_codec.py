@@ -154,6 +154,14 @@ def test_widths_without_a_kernel_are_refused(name: str, k: int, runs: str, monke
     assert [backend for backend, verdict in rows if verdict == "runs"] == [runs]
 
 
+def test_the_kernel_of_fitted_transforms_takes_no_others() -> None:
+    for name, reason in (
+        ("wush16+nvfp4", "its kernels are for CUDA devices"),
+        ("rht16+nvfp4", "transforms by fitted matrices alone"),
+    ):
+        assert dict(explain(request("transform", name)))["cuda-fitted"] == reason
+
+
 @pytest.mark.parametrize("name", sorted({*list_formats(), *EXTRA, "fouroversix-mae", "fouroversix-absmax-16x16"}))
 def test_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Some rows at a time, encoded and decoded, also where a scale spans rows and where the last tile is short."""

@@ -185,4 +185,10 @@ EQUIVALENT = [
         "measured=measured if needs_dx and x.device.type not in ONE_PASS else None,",
         "A scale that forward measured of W is the one that backward finds of the same W. " + _TIME,
     ),
+    Equivalent(
+        "linear/weight_codes.py",
+        "nowhere = Place(Span(0, 0), Span(0, 0)) # nothing of it is drawn",
+        "nowhere = Place(Span((-1), 0), Span(0, 0)) # nothing of it is drawn",
+        "Only random numbers depend on the place, and `why_not` refuses operands that have any.",
+    ),
 ]
