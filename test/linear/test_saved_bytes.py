@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aoquant import Cast, HybridConfig, quantize_
-from aoquant.linear import function
+from aoquant.formats import get_operand
+from aoquant.linear import function, law
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -193,6 +194,15 @@ def test_each_gradient_keeps_its_own_side(name: str) -> None:
 
     both, of_weight, of_x = kept(""), kept("weight"), kept("x")
     assert min(of_weight, of_x) > 0 and of_weight + of_x == both
+
+
+@pytest.mark.parametrize(("save", "keeps"), [("row", "rows"), ("col", "columns"), ("hp", "values")])
+def test_save_chooses_what_forward_keeps_of_a_quantised_input(save: str, keeps: str) -> None:
+    """Backward's input has fewer bits than forward's here, so its columns are the cheaper side."""
+    forward, grad, x = (get_operand(name) for name in ("mxfp8", "te-nvfp4", "nvfp4"))
+    gemm = law.wgrad(save, "forward", forward, grad, x)
+    assert (gemm.keeps, gemm.forward) == (keeps, forward)
+    assert law.wgrad(save, "forward", x, grad, forward).keeps == ("values" if save == "hp" else "rows")
 
 
 @pytest.mark.parametrize("source", ["original", "forward"])

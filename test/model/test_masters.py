@@ -338,6 +338,17 @@ def test_what_is_not_packed_is_refused_by_name(case: str) -> None:
         quantized_model_init(make(), config, (lambda m, _: True) if case == "embedding" else None)
 
 
+def test_codes_are_no_values_and_their_zeros_are_a_plain_tensor() -> None:
+    model = network()
+    quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    codes = model[0].weight
+    for read in (lambda w: w.t(), lambda w: w + 1, lambda w: w.float().sum()):
+        with pytest.raises(NotImplementedError, match="only its prepared layer takes it"):
+            read(codes)
+    zeros = torch.zeros_like(codes)
+    assert type(zeros) is Tensor and torch.equal(zeros, torch.zeros(96, WIDTH))
+
+
 def test_a_second_call_is_refused() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     quantized_model_init(model, QATConfig("int8"), lambda _, name: name == "0")

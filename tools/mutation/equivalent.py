@@ -191,4 +191,10 @@ EQUIVALENT = [
         "nowhere = Place(Span((-1), 0), Span(0, 0)) # nothing of it is drawn",
         "Only random numbers depend on the place, and `why_not` refuses operands that have any.",
     ),
+    Equivalent(
+        "formats/kv.py",
+        "q = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float()",
+        "q = (torch.stack((packed & 15, packed >> 4), -1).flatten(-2))",
+        "A uint8 tensor minus a float32 one is subtracted in float32.",
+    ),
 ]
