@@ -162,6 +162,16 @@ def test_the_kernel_of_fitted_transforms_takes_no_others() -> None:
         assert dict(explain(request("transform", name)))["cuda-fitted"] == reason
 
 
+@pytest.mark.parametrize("name", ["te-nvfp4", "mxfp8"])
+def test_both_sides_at_once_take_whole_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has Triton and a GPU."""
+    monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
+    operand = get_operand(name)
+    for k, runs in ((64, "triton"), (60, "reference")):
+        asked = CodecRequest("sides", operand, CUDA, BF16, 32, k, True, True, False, operand, True)
+        assert [backend for backend, verdict in explain(asked) if verdict == "runs"] == [runs]
+
+
 @pytest.mark.parametrize("name", sorted({*list_formats(), *EXTRA, "fouroversix-mae", "fouroversix-absmax-16x16"}))
 def test_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Some rows at a time, encoded and decoded, also where a scale spans rows and where the last tile is short."""

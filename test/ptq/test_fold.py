@@ -28,7 +28,7 @@ from aoquant import (
 )
 from aoquant.linear.packed import PackedLinear
 from aoquant.linear.tensor import same_bits
-from aoquant.ptq import clip, links
+from aoquant.ptq import clip, links, rotate
 from aoquant.report.measure import logits_of, run
 from aoquant.transforms.hadamard import hadamard_matrix
 
@@ -323,6 +323,10 @@ def test_layers_that_the_first_batch_does_not_reach_are_in_no_link() -> None:
     found = links.find(_Towers(), torch.randn(2, 5, 16))
     assert "text.v_proj" in [link.source for link in found.links]
     assert not [link for link in found.links if any(n.startswith("vision") for n in (link.source, *link.layers))]
+
+
+def test_a_norm_that_subtracts_the_mean_commutes_with_no_rotation() -> None:
+    assert rotate._commutes(nn.RMSNorm(64)) and not rotate._commutes(nn.LayerNorm(64, bias=False))
 
 
 def test_an_error_of_a_norm_is_no_verdict() -> None:
