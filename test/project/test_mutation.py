@@ -134,7 +134,15 @@ def test_a_run_tells_survivors_from_killed_goes_on_and_leaves_the_checkout_alone
     file = ROOT / "aoquant" / "formats" / "layout.py"
     before = file.read_bytes()
     functions = sorted({f"formats/layout.py:{m.function}" for m in mutants("formats/layout.py", before)})
-    names = ("unpack_inverts_pack[4-7]", "tiles_invert_and_place_elements", "swizzle_formula")
+    names = (
+        "unpack_inverts_pack[1-7]",
+        "unpack_inverts_pack[64-3]",
+        "codes_may_begin_at_any_byte[3-4]",
+        "low_nibble_is_even_k_as_in_torchao",
+        "bit_planes_by_hand",
+        "swizzle_formula",
+        "swizzle_is_torchaos_and_inverts[(1, 1)]",
+    )
     tests = {f"test/formats/test_layout.py::test_{name}": [1.0, [*range(len(functions))]] for name in names}
     (tmp_path / "ran.json").write_text(json.dumps({"functions": functions, "tests": tests}))
 
