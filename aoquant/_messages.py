@@ -143,5 +143,6 @@ class Lines:
         gone, self.written, self.last = now - self.began, now, self.n
         share = f", {100 * self.n / self.total:.0f} %" if self.total else ""
         left = f", {gone * (self.total - self.n) / self.n:.0f} s left" if 0 < self.n < self.total else ""
-        done = f"{self.n} of {self.total} {self.unit}s{share}"
+        plural = "es" if self.unit.endswith("ch") else "s"
+        done = f"{self.n} of {self.total} {self.unit}{plural}{share}"
         print(f"{self.label}: {done}{self.notes}, {gone:.0f} s{left}", file=sys.stderr, flush=True)

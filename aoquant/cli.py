@@ -273,6 +273,7 @@ def choose(
     samples: int = 16,
     length: int = 512,
     engine: str | None = None,
+    skip: tuple[str, ...] = (),
     device: str = "cpu",
     dtype: str = "auto",
 ) -> None:
@@ -288,6 +289,7 @@ def choose(
         samples: sequences of text that are looked at.
         length: tokens of each, at most the model's positions.
         engine: that has to serve every candidate, such as vllm.
+        skip: layers to leave in high precision, by NAME.
         device: where the model runs.
         dtype: of the model: float32, bfloat16, float16, or auto, which is config.json's.
     """
@@ -298,14 +300,14 @@ def choose(
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path.parent} is no folder: make it, or choose another place for {path.name}")
     loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype)
-    found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine)
+    found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine, skip=skip)
     print(found)
     if plot is not None:
         found.plot(plot)
     if out is not None:
         from aoquant.integrations.job import write_plan
 
-        write_plan(found.layers, out)
+        write_plan(found.layers, out, skip)
         print(f"written: {out}")
 
 

@@ -109,13 +109,14 @@ def choose_formats(
     bits: float,
     engine: str | None = None,
     filter_fn: Filter | None = None,
+    skip: Sequence[str] = (),
 ) -> FormatChoice:
     """Choose one of the candidates for each linear layer and each module of stacked experts, so that they store at most
     `bits` a weight on average.
 
     candidates: names of recipes or formats, or PTQ configs, with dynamic scales. batches: as `calibrate_ptq` has them.
-    bits: stored bits, scales included. engine: that has to serve every candidate, such as "vllm". The model is
-        unchanged.
+    bits: stored bits, scales included. engine: that has to serve every candidate, such as "vllm". skip: names of layers
+        that stay in high precision, or "re:" and a pattern. The model is unchanged.
 
     Raises:
         ValueError: there are no batches or candidates, or no token that is no padding; a layer cannot take a candidate,
@@ -134,7 +135,7 @@ def choose_formats(
         raise ValueError(
             f"choose_formats: bits must be a finite number of stored bits a weight, such as 4.6, got {bits!r}"
         )
-    changes = {name: _changes(model, config, filter_fn) for name, config in configs.items()}
+    changes = {name: _changes(model, config, filter_fn, skip) for name, config in configs.items()}
     first = next(iter(changes.values()))
     _check(changes, engine)
     groups = _groups(first)
@@ -216,13 +217,13 @@ def _configs(candidates: Any) -> dict[str, Any]:
     return found
 
 
-def _changes(model: nn.Module, config: Any, filter_fn: Filter | None) -> dict[str, Change]:
-    """Return the change of each linear layer and each stack of experts under a config, by name.
+def _changes(model: nn.Module, config: Any, filter_fn: Filter | None, skip: Sequence[str] = ()) -> dict[str, Change]:
+    """Return the change of each linear layer and each stack of experts under a config, by name, but of those to skip.
 
     Raises:
         ValueError: naming each layer that cannot have the config, or whose weight cannot be read by itself.
     """
-    planned = plan(model, config, filter_fn)
+    planned = plan(model, by_layer({**dict.fromkeys(skip), "_default": config}) if skip else config, filter_fn)
     chosen = [*(c for c in planned.layers if c.kind.gemm), *planned.experts]
     problems = weight_problems(chosen)
     problems += [f"{c.fqn}: {NO_PRODUCT}" for c in planned.layers if not c.kind.gemm]

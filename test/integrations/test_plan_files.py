@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.moe_models import IDS, model_of
+from torch import nn
 from torchao.core.config import AOBaseConfig
 from transformers import AutoModelForCausalLM
 
-from aoquant import choose_formats, cli, load_pretrained, quantize_
+from aoquant import AoquantWarning, PackedTensor, choose_formats, cli, load_pretrained, quantize_
 from aoquant.config import QATConfig
 from aoquant.formats import list_formats
 from aoquant.integrations import job
@@ -96,6 +98,24 @@ def test_convert_reads_a_plan(moe: tuple[Any, Any], tmp_path: Path, capsys: pyte
     cli.main(["convert", "--config", str(tmp_path / "plan.yaml"), *places, str(tmp_path / "one"), "--recipe", "int8"])
     formats = {w.format for _, w in load_pretrained(tmp_path / "one").named_parameters() if hasattr(w, "format")}
     assert "int8-row" in formats
+
+
+def test_layers_that_are_skipped_stay_float_in_python_and_by_the_file(moe: tuple[Any, Any], tmp_path: Path) -> None:
+    (model, everything), skip = moe, ["re:.*o_proj"]
+    choice = choose_formats(model, ["intx3-g32", "int8-weight"], batches=[IDS], bits=5.5, skip=skip)
+    assert everything.layers.keys() - choice.layers.keys() == {n for n in everything.layers if "o_proj" in n}
+    job.write_plan(choice.layers, tmp_path / "plan.yaml", skip)
+    model.save_pretrained(tmp_path / "float")
+    places = ["--model", str(tmp_path / "float"), "--out", str(tmp_path / "out")]
+    cli.main(["convert", str(tmp_path / "plan.yaml"), *places])
+    converted = load_pretrained(tmp_path / "out")
+    left = {n: w for n, w in converted.named_parameters() if "o_proj" in n}
+    assert len(left) == 2 and all(type(w) is nn.Parameter for w in left.values())
+    quantised = {n for n, w in converted.named_parameters() if isinstance(w, PackedTensor)}
+    quantize_(whole := copy.deepcopy(model), choice)
+    assert quantised == {n for n, w in whole.named_parameters() if isinstance(w, PackedTensor)} != set()
+    with pytest.warns(AoquantWarning, match="nowhere"):
+        choose_formats(model, ["int4-g32"], batches=[IDS], bits=5.5, skip=["nowhere"])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -277,14 +277,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {key: _of_type(path, key, value, types[key]) for key, value in given.items()}
 
 
-def write_plan(layers: Mapping[str, str], path: Path) -> None:
-    """Write a YAML file that `read_yaml` reads, with the recipe of each layer. layers: names of recipes or formats."""
+def write_plan(layers: Mapping[str, str], path: Path, skip: Sequence[str] = ()) -> None:
+    """Write a YAML file that `read_yaml` reads, with the recipe of each layer. layers: names of recipes or formats.
+    skip: layers without one.
+    """
     import yaml
 
     recipes = {fqn: of_recipe_or_format(name).name for fqn, name in layers.items()}
     ((usual, _),) = Counter(recipes.values()).most_common(1)
     others = [f"{fqn}={recipe}" for fqn, recipe in recipes.items() if recipe != usual]
-    path.write_text(yaml.safe_dump({"recipe": usual, "layers": others}), encoding="utf-8")
+    plan = {"recipe": usual, "layers": others} | ({"skip": list(skip)} if skip else {})
+    path.write_text(yaml.safe_dump(plan), encoding="utf-8")
 
 
 def _of_type(path: Path, key: str, value: Any, type_: Any) -> Any:
