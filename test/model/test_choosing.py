@@ -23,9 +23,9 @@ def recipes(asked: str) -> list[str]:
 
 
 def test_words_choose() -> None:
-    experts = "vllm-w4a16-g32-experts"
-    assert recipes("vllm h100") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-int8", "vllm-nvfp4-weight", experts]
-    assert recipes("B200, vLLM") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4", experts]
+    experts, w4a16 = "vllm-w4a16-g32-experts", ("vllm-w4a16-g32", "vllm-w4a16-g128")
+    assert recipes("vllm h100") == [*w4a16, "vllm-fp8", "vllm-int8", "vllm-nvfp4-weight", experts]
+    assert recipes("B200, vLLM") == [*w4a16, "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4", experts]
     assert recipes("ollama") == ["gguf-q4_0", "gguf-q8_0"]
     assert "nvfp4" not in recipes("pytorch h100") and "nvfp4" in recipes("pytorch b200")
     assert recipes("vLLM on an H100") == recipes("vllm and h100") == recipes("vllm h100")
