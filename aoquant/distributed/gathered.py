@@ -262,9 +262,9 @@ class GatheredWeight(Tensor):
         if func is aten.zeros_like.default:
             return torch.zeros(w.shape, dtype=w.dtype, device=w.device)
         raise NotImplementedError(
-            f"{func} of a weight that is there as codes alone: only its prepared layer takes it. Leave layers whose weights are read "
-            "elsewhere, or whose fake quantisation is off, out of quantized_all_gather or quantized_model_init (filter_fn), or call "
-            "masters.restore() first"
+            f"{getattr(w, 'fqn', '') or 'linear'}: {func} of a weight that is there as codes alone: only its prepared layer takes it. "
+            "Leave layers whose weights are read elsewhere, or whose fake quantisation is off, out of quantized_all_gather or "
+            "quantized_model_init (filter_fn), or call masters.restore() first"
         )
 
 

@@ -343,7 +343,7 @@ def test_codes_are_no_values_and_their_zeros_are_a_plain_tensor() -> None:
     quantized_model_init(model, CONFIGS["nvfp4-training"]())
     codes = model[0].weight
     for read in (lambda w: w.t(), lambda w: w + 1, lambda w: w.float().sum()):
-        with pytest.raises(NotImplementedError, match="only its prepared layer takes it"):
+        with pytest.raises(NotImplementedError, match=r"^0: "):
             read(codes)
     zeros = torch.zeros_like(codes)
     assert type(zeros) is Tensor and torch.equal(zeros, torch.zeros(96, WIDTH))
