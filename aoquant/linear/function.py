@@ -23,6 +23,7 @@ A side that no GEMM will read (a frozen weight, an input without gradient) is ne
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from aoquant.distributed.shards import Shards
 from aoquant.formats import FLOAT_DTYPES, Encoded, Operand, Scales
 from aoquant.formats.delayed import Delayed
 from aoquant.formats.random import of_rank
+from aoquant.linear import replay
 from aoquant.linear.cache import FixedWeight, InputCodes, codes_of_input
 from aoquant.linear.checks import checked, note_run, refuse_second_derivative, unread
 from aoquant.linear.recipe import RECIPES, LinearRecipe
@@ -227,8 +229,8 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        y, saved = multiply(x, w, bias, given, needs)
-        keep(ctx, saved)
+        y, tensors, ctx.layout, ctx.step = replay.forward(multiply, x, w, bias, given, needs)
+        ctx.save_for_backward(*tensors)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
         ctx.parts, ctx.rank, ctx.delayed = given.parts, given.rank, given.delayed
         codes = w if isinstance(w, GatheredWeight) else None
@@ -244,59 +246,68 @@ class QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, kept(ctx, ctx.packed_fqn)
-        x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
-        x_as: Any = recipe.fprop_input
-        random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
-        grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
-        dx = dw = db = dx_scale = dw_scale = None
-        of_w = of_x = None
-        if needs.x or needs.x_scale:
-            columns = w if ctx.w_columns else None if ctx.fixed is None else _fixed_columns(ctx, recipe, saved, grad)
-            if columns is None:
-                of_w = ops.Kept(w, recipe.dgrad, w_held, saved.measured)
-            else:
-                of_w = ops.Kept(columns, recipe.dgrad._replace(keeps="columns"))
-        if needs.w or needs.w_scale:
-            if isinstance(x, Tensor) and x.dim() != 2:
-                x = x.reshape(-1, x.shape[-1])
-            if recipe.wgrad.grad is None and recipe.wgrad.forward is None:
-                dw = grad_MN.t() @ x  # no op: a compiler may know better
-            else:
-                of_x = ops.Kept(x, recipe.wgrad, x_held)
-        if of_w is not None or of_x is not None:
-            grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
-            if ctx.parts is None:
-                made = ops.gradients(grad_MN, of_w, of_x, random, grad_held)
-            else:
-                made = gemms.of_parts(grad_MN, of_w, of_x, random, grad_held, ctx.parts.dgrad, ctx.parts.wgrad)
-            dx, dw = made.dx, dw if of_x is None else made.dw
-
-        if dx is not None:
-            clipped = saved.clipped
-            if needs.x_scale:
-                dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
-                clipped = ops.saturated(x, x_as, x_as.format.rowwise(x_held, len(x)))
-            if needs.x and (recipe.transform is not None or clipped is not None):
-                dx = pulled_back(dx, x_as, x_held, clipped)
-            dx = dx.reshape(ctx.x_shape) if needs.x else None
-        if dw is not None:
-            w_as = recipe.fprop_weight
-            if needs.w_scale:
-                dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
-            dw = dw.to(ctx.w_dtype) if needs.w else None
-            if dw is not None and (recipe.transform is not None or recipe.weight_clips):
-                clipped = ops.saturated(w, w_as, w_held) if recipe.weight_clips else None
-                dw = pulled_back(dw, w_as, w_held, clipped)
-        if needs.bias:
-            db = ops.bgrad(grad_MN, ctx.bias_dtype)
+        tensors = saved_tensors(ctx, ctx.packed_fqn)
+        if ctx.step is None:
+            made = _gradients(ctx, tensors, grad)
+        else:
+            made = ctx.step.gradients(functools.partial(_gradients, ctx, tensors, grad), [grad, *tensors, ctx.random])
         if ctx.random is not None:
             ctx.random[2:].add_(1)  # the step
-        if recipe.history and ctx.delayed.history.numel():  # a report takes its history away
-            found = reduced.largest(torch.cat((saved.amax, ops.absmax(grad_MN))))
-            # codes take their scale when they are written (mastered.py)
-            recipe.advance(ctx.delayed, found, slice(0, 3, 2) if ctx.of_codes else slice(3))
-        return dx, dw, db, dx_scale, dw_scale, None
+        return (*made, None)
+
+
+def _gradients(ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+    recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, replay.restored(tensors, ctx.layout)
+    x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
+    x_as: Any = recipe.fprop_input
+    random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
+    grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
+    dx = dw = db = dx_scale = dw_scale = None
+    of_w = of_x = None
+    if needs.x or needs.x_scale:
+        columns = w if ctx.w_columns else None if ctx.fixed is None else _fixed_columns(ctx, recipe, saved, grad)
+        if columns is None:
+            of_w = ops.Kept(w, recipe.dgrad, w_held, saved.measured)
+        else:
+            of_w = ops.Kept(columns, recipe.dgrad._replace(keeps="columns"))
+    if needs.w or needs.w_scale:
+        if isinstance(x, Tensor) and x.dim() != 2:
+            x = x.reshape(-1, x.shape[-1])
+        if recipe.wgrad.grad is None and recipe.wgrad.forward is None:
+            dw = grad_MN.t() @ x  # no op: a compiler may know better
+        else:
+            of_x = ops.Kept(x, recipe.wgrad, x_held)
+    if of_w is not None or of_x is not None:
+        grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
+        if ctx.parts is None:
+            made = ops.gradients(grad_MN, of_w, of_x, random, grad_held)
+        else:
+            made = gemms.of_parts(grad_MN, of_w, of_x, random, grad_held, ctx.parts.dgrad, ctx.parts.wgrad)
+        dx, dw = made.dx, dw if of_x is None else made.dw
+
+    if dx is not None:
+        clipped = saved.clipped
+        if needs.x_scale:
+            dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
+            clipped = ops.saturated(x, x_as, x_as.format.rowwise(x_held, len(x)))
+        if needs.x and (recipe.transform is not None or clipped is not None):
+            dx = pulled_back(dx, x_as, x_held, clipped)
+        dx = dx.reshape(ctx.x_shape) if needs.x else None
+    if dw is not None:
+        w_as = recipe.fprop_weight
+        if needs.w_scale:
+            dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
+        dw = dw.to(ctx.w_dtype) if needs.w else None
+        if dw is not None and (recipe.transform is not None or recipe.weight_clips):
+            clipped = ops.saturated(w, w_as, w_held) if recipe.weight_clips else None
+            dw = pulled_back(dw, w_as, w_held, clipped)
+    if needs.bias:
+        db = ops.bgrad(grad_MN, ctx.bias_dtype)
+    if recipe.history and ctx.delayed.history.numel():  # a report takes its history away
+        found = reduced.largest(torch.cat((saved.amax, ops.absmax(grad_MN))))
+        # codes take their scale when they are written (mastered.py)
+        recipe.advance(ctx.delayed, found, slice(0, 3, 2) if ctx.of_codes else slice(3))
+    return dx, dw, db, dx_scale, dw_scale
 
 
 def multiply(
@@ -430,39 +441,26 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
 
 def keep(ctx: Any, saved: NamedTuple) -> None:
     """Hand a NamedTuple of tensors, `Encoded` and `Scales` to autograd, which knows a flat list of tensors."""
-    tensors: list[Tensor | None] = []
-    kinds, widths = list[type](), list[int | None]()
-    for value in saved:
-        kinds.append(type(value))
-        widths.append(value.k if type(value) is Encoded else None)
-        if type(value) is Encoded:
-            tensors += value[:4]
-        elif type(value) is Scales:
-            tensors += value
-        else:
-            tensors.append(value)
-    ctx.saved, ctx.kinds, ctx.widths = type(saved), kinds, widths
+    tensors, ctx.layout = replay.flat(saved)
     ctx.save_for_backward(*tensors)
 
 
 def kept(ctx: Any, packed_fqn: str = "") -> Any:
-    """Return the NamedTuple that `keep` was given. packed_fqn: the layer's name, where an optimizer's step writes its
-    codes in place.
+    """Return the NamedTuple that `keep` was given. packed_fqn: as of `saved_tensors`."""
+    return replay.restored(saved_tensors(ctx, packed_fqn), ctx.layout)
+
+
+def saved_tensors(ctx: Any, packed_fqn: str = "") -> Sequence[Tensor | None]:
+    """Return what was saved for backward. packed_fqn: the layer's name, where an optimizer's step writes its codes in
+    place.
     """
     try:
-        tensors, values = iter(ctx.saved_tensors), list[Any]()
+        tensors: Sequence[Tensor | None] = ctx.saved_tensors
     except RuntimeError as error:
         if not packed_fqn or "inplace" not in str(error):
             raise
         raise ValueError(f"{packed_fqn}: {_REWRITTEN}") from error
-    for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
-        if kind is Encoded:
-            values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), k))
-        elif kind is Scales:
-            values.append(Scales(next(tensors), next(tensors), next(tensors), next(tensors)))
-        else:
-            values.append(next(tensors))
-    return ctx.saved(*values)
+    return tensors
 
 
 @torch.compiler.disable  # backward communicates too, where a compiler would trace it

@@ -28,6 +28,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from aoquant.formats import Encoded, Scales
 
+from . import program
 from .boundary import SCHEMA, Arguments, Flat, Result
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
@@ -63,7 +64,11 @@ class Op(Generic[P, R]):
         given: Sequence[Any] = args
         if kwargs or len(given) < len(self._defaults):
             given = self._whole(given, kwargs)
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or (_len_torch_dispatch_stack() and not program.recording())
+        ):
             return self._dispatched(given)
         for i, at in self.arguments.tensors:  # no function for one of them: this loop stands in front of every kernel
             value = given[i]

@@ -13,8 +13,9 @@ know), every call takes the long way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .. import program
 
 LAUNCHES = 4096  # launches that a kernel's module remembers: one for each format, shape and use
 
@@ -95,6 +98,8 @@ class Launch:
             key += [type(a) is int and k is not int and a % 16 != 0 for a, k in zip(addresses, key, strict=False)]
         kind = tuple(key)
         again = self._ready.get(kind)
+        if program.recorders and (recorder := program.recorders.get(get_ident())) is not None:
+            recorder.launched(*self._repeat(again, tensors))
         if again is not None:
             try:
                 return again(addresses)
@@ -103,6 +108,30 @@ class Launch:
         kernel = self._fn[self._grid](*tensors, **self._constants)
         if kind not in self._ready:
             self._ready[kind] = _again(kernel, self._grid, self._rest)
+
+    def _repeat(
+        self, again: Callable[[Sequence[Any]], None] | None, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., None], list[Tensor], bool]:
+        """Return (this launch as a function of its tensors, the tensors, whether it reads their addresses alone)."""
+        filled = [a.base if isinstance(a, TensorDescriptor) else a for a in arguments]
+        places = [i for i, given in enumerate(filled) if isinstance(given, Tensor)]
+        blocks = {i: a.block_shape for i, a in enumerate(arguments) if isinstance(a, TensorDescriptor)}
+        fixed = [None if i in places else given for i, given in enumerate(arguments)]
+
+        def by_address(*tensors: Tensor) -> None:
+            given = fixed.copy()
+            for i, t in zip(places, tensors, strict=True):
+                given[i] = t.data_ptr()
+            again(given)  # type: ignore[misc]
+
+        def by_tensor(*tensors: Tensor) -> None:
+            given = fixed.copy()
+            for i, t in zip(places, tensors, strict=True):
+                given[i] = described(t, *blocks[i]) if i in blocks else t
+            self(*given)
+
+        addresses = again is not None and not blocks
+        return by_address if addresses else by_tensor, [filled[i] for i in places], addresses
 
 
 def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
@@ -122,3 +151,21 @@ def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[S
             launch(*grid, stream(device), *constant, *addresses, *rest)
 
     return run
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the launches of this thread inside the block, of any Triton kernel: yield a list of one number."""
+    thread, count = get_ident(), [0]
+
+    def seen(_: Any) -> None:
+        count[0] += get_ident() == thread
+
+    knobs.runtime.launch_enter_hook.add(seen)
+    try:
+        yield count
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen)
+
+
+program.count_launches.append(counted)

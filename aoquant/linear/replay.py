@@ -1,0 +1,214 @@
+"""Repeat a training step of a layer without its Python.
+
+Nothing that the page (function.py) decides changes between two steps of a layer whose calls are alike: recipe, shapes,
+strides, dtypes, device, and what is shared with other layers. So the second such call is recorded (`ops.program`), and
+later ones run the kernels alone, forward and backward apart. Layers with equal calls share their programs. The kernels
+and their order are those of the page, and so are the bits.
+
+Only where the host is what a step waits for: on a GPU. A call that is not ordinary takes the page: scales, transforms
+or codes that the layer holds, sharded weights, dispatch modes, forced backends, a CUDA graph's capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+
+from aoquant.formats import Encoded, Scales
+from aoquant.ops import router
+from aoquant.ops.program import Program, record
+
+DEVICES = ("cuda",)
+MOST = 1024  # kinds of calls that are remembered
+NEW, NEVER = object(), object()
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+Layout = tuple[type, list[type], list[int | None]]
+
+
+def flat(saved: NamedTuple) -> tuple[list[Tensor | None], Layout]:
+    """Return (the tensors of a NamedTuple of tensors, `Encoded` and `Scales`; what `restored` needs to rebuild it)."""
+    tensors: list[Tensor | None] = []
+    kinds, widths = list[type](), list[int | None]()
+    for value in saved:
+        kinds.append(type(value))
+        widths.append(value.k if type(value) is Encoded else None)
+        if type(value) is Encoded:
+            tensors += value[:4]
+        elif type(value) is Scales:
+            tensors += value
+        else:
+            tensors.append(value)
+    return tensors, (type(saved), kinds, widths)
+
+
+def restored(given: Any, layout: Layout) -> Any:
+    """Return the NamedTuple that `flat` was given. given: its tensors."""
+    tensors, values = iter(given), list[Any]()
+    for kind, k in zip(*layout[1:], strict=True):
+        if kind is Encoded:
+            values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), k))
+        elif kind is Scales:
+            values.append(Scales(next(tensors), next(tensors), next(tensors), next(tensors)))
+        else:
+            values.append(next(tensors))
+    return layout[0](*values)
+
+
+class _Shared:
+    """Stands for `InputCodes` in one forward: holds the codes that were found, and those that are left."""
+
+    def __init__(self, found: Encoded | None) -> None:
+        self.found, self.left = found, ()
+        self.parts, self.layers = () if found is None else (found,), ()
+
+    def take(self, layer: int) -> Encoded | None:
+        """Return the codes that were found."""
+        return self.found
+
+    def leave(self, encoded: Encoded, layer: int, kept: bool) -> None:
+        """Hold what is left, for the layer's own `InputCodes`."""
+        self.left = encoded, kept
+
+
+class Forward(NamedTuple):
+    """A recorded forward.
+
+    The program returns y, the saved tensors, and the codes that are left for other layers, of rows and of columns.
+    left: (K, whether autograd keeps them) of both, None where there are none.
+    """
+
+    program: Program
+    layout: Layout
+    saved: int
+    left: tuple[tuple[int, bool] | None, ...]
+
+
+class Step:
+    """What is known of calls that are alike: of a forward, and of a backward for each layout of its arguments.
+
+    None: there was one such call. NEVER: it cannot be recorded.
+    """
+
+    def __init__(self) -> None:
+        self.forward: Any = None
+        self.backward: dict[Any, Any] = {}
+
+    def gradients(
+        self, function: Callable[[], tuple[Tensor | None, ...]], arguments: list[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Return `function()`, the gradients, which it makes of `arguments` alone."""
+        low, strides = 0, list[Any]()
+        for t in arguments:
+            if t is None:
+                strides.append(None)
+            else:
+                strides.append(t.stride())
+                low |= t.data_ptr()
+        if low % 16 or _unusual(arguments[0]):  # type: ignore[arg-type]
+            return function()
+        key = tuple(strides)
+        program = self.backward.get(key, NEVER if len(self.backward) >= MOST else NEW)
+        if isinstance(program, Program):
+            return program(arguments)
+        if program is NEVER:
+            return function()
+        if program is NEW:
+            self.backward[key] = None
+            return function()
+        made, recorded = record(function, arguments)
+        self.backward[key] = recorded or NEVER
+        return made
+
+
+_steps: dict[Any, Step] = {}
+
+
+def forward(
+    multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
+) -> tuple[Tensor, Sequence[Tensor | None], Layout, Step | None]:
+    """Return (y, the tensors that backward reads, their layout, what repeats the backward) of a call of `multiply`."""
+    if _is_page(x, w, bias, given):
+        y, saved = multiply(x, w, bias, given, needs)
+        return y, *flat(saved), None
+    assert w is not None
+    shared, layer = (given.rows, given.columns), given.layer
+    found = [None if codes is None else codes.take(layer) for codes in shared]
+    of_bias = None if bias is None else bias.dtype
+    of_codes = tuple([codes is None if f is None else f.k for codes, f in zip(shared, found, strict=True)])
+    where = x.get_device(), router.generation()
+    key = given.recipe, needs, x.shape, x.stride(), x.dtype, w.shape, w.stride(), of_bias, of_codes, given.rank, where
+    step = _steps.get(key)
+    if step is not None and isinstance(step.forward, Forward):
+        program, layout, count, left = step.forward
+        made = program([x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]])
+        at = 1 + count
+        for codes, how in zip(shared, left, strict=True):
+            if how is not None:
+                codes.leave(Encoded(*made[at : at + 4], how[0]), layer, how[1])  # type: ignore[arg-type]
+                at += 4
+        return made[0], made[1 : 1 + count], layout, step  # type: ignore[return-value]
+
+    stands = [None if codes is None else _Shared(f) for codes, f in zip(shared, found, strict=True)]
+    given = given._replace(rows=stands[0], columns=stands[1])
+    layouts = list[Layout]()
+
+    def run() -> list[Tensor | None]:
+        y, saved = multiply(x, w, bias, given, needs)
+        tensors, layout = flat(saved)
+        layouts.append(layout)
+        return [y, *tensors, *(t for s in stands if s is not None and s.left for t in s.left[0][:4])]
+
+    if step is None:
+        if len(_steps) >= MOST:
+            _steps.clear()
+        step = _steps[key] = Step()
+        results: Sequence[Tensor | None] = run()
+    elif step.forward is NEVER:
+        results = run()
+    else:
+        results, recorded = record(run, [x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]])
+        left = tuple([(s.left[0].k, s.left[1]) if s is not None and s.left else None for s in stands])
+        count = len(results) - 1 - 4 * sum(how is not None for how in left)
+        step.forward = NEVER if recorded is None else Forward(recorded, layouts[0], count, left)
+    for codes, s in zip(shared, stands, strict=True):
+        if s is not None and s.left:
+            codes.leave(s.left[0], layer, s.left[1])
+    behind = sum(4 for s in stands if s is not None and s.left)
+    return results[0], results[1 : len(results) - behind], layouts[0], step  # type: ignore[return-value]
+
+
+_NOTHING = (None,) * 4
+
+
+def _is_page(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
+    """Return whether the page itself runs a call: it is not ordinary, or nothing waits for the host."""
+    return (
+        x.device.type not in DEVICES
+        or type(w) not in _PLAIN
+        or type(x) not in _PLAIN
+        or (bias is not None and type(bias) not in _PLAIN)
+        or given.x_held is not None
+        or given.w_held is not None
+        or given.fixed is not None
+        or given.delayed is not None
+        or given.parts is not None
+        or not x.numel()
+        or bool((x.data_ptr() | w.data_ptr()) % 16)  # type: ignore[union-attr]
+        or _unusual(x)
+    )
+
+
+def _unusual(t: Tensor) -> bool:
+    """Return whether something watches the operators, chooses the kernels, or captures them."""
+    return bool(
+        _len_torch_dispatch_stack()
+        or _is_torch_function_mode_enabled()
+        or router.forcing()
+        or torch.compiler.is_compiling()
+        or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
+    )

@@ -1,0 +1,259 @@
+"""Record the kernels that a function runs, and run them again without its Python.
+
+`record` runs a function once under a dispatch mode and writes down every operator and every Triton launch with the
+tensors that it reads and makes. A `Program` repeats them on other tensors. It holds for tensors of the same shapes,
+strides, dtypes, device and alignment, and for a function whose Python decides by nothing else; the caller's key says so
+(linear/replay.py).
+
+A program is returned only where it is known to be whole: no value was read back from the device, no argument was
+written, no launch went past `Launch`, and a first run gives the bits of the function's own results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import itemgetter
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_log = logging.getLogger("aoquant.program")
+_aten = torch.ops.aten
+_EMPTY = (
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)  # fmt: skip
+
+# The recorder of each thread that records. Other threads run as usual meanwhile.
+recorders: dict[int, Recorder] = {}
+# Counts the launches of any Triton kernel inside a block; triton/launch.py puts it here when it is imported.
+count_launches: list[Callable[[], AbstractContextManager[list[int]]]] = []
+
+
+def recording() -> bool:
+    """Return whether this thread records."""
+    return get_ident() in recorders
+
+
+class Program:
+    """The steps of a function on `arguments` tensors, of which some may be None.
+
+    A step is (function, slots of its tensors, slot of its result); a step without function empties its slots.
+    """
+
+    __slots__ = ("_results", "_slots", "_steps")
+
+    def __init__(self, steps: list[tuple[Any, list[int], int]], slots: list[Any], results: list[int]) -> None:
+        self._steps, self._slots, self._results = steps, slots, results
+
+    def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the function's results on these arguments."""
+        at = [*arguments, *self._slots]
+        for function, places, result in self._steps:
+            if function is None:
+                for place in places:
+                    at[place] = None
+            elif result < 0:
+                function(*[at[place] for place in places])
+            else:
+                at[result] = function(*[at[place] for place in places])
+        return [None if place < 0 else at[place] for place in self._results]
+
+
+def record(
+    function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor | None], Program | None]:
+    """Return (what `function()` returns, a program that makes it of `arguments`, or None where that is not certain).
+
+    function: reads no other tensors than `arguments` and constants.
+    """
+    recorder = Recorder(arguments)
+    thread = get_ident()
+    with _counted() as launches:
+        recorders[thread] = recorder
+        try:
+            with recorder:
+                results = function()
+        finally:
+            del recorders[thread]
+    if launches and launches[0] != recorder.launches:
+        recorder.refuse(f"{launches[0] - recorder.launches} Triton launches were not seen")
+    program = recorder.program(results)
+    if program is not None and not _equal(program, arguments, results):
+        recorder.refuse("its first run had other results")
+        program = None
+    if program is None:
+        _log.debug("not recorded: %s", recorder.refused)
+    return results, program
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    if not count_launches:
+        yield []
+        return
+    with count_launches[0]() as launches:
+        yield launches
+
+
+def _equal(program: Program, arguments: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> bool:
+    """Return whether the program's results have the layouts and the bytes of `results`."""
+    try:
+        for made, wanted in zip(program(arguments), results, strict=True):
+            if made is wanted:
+                continue
+            if made is None or wanted is None or made.dtype is not wanted.dtype or made.shape != wanted.shape:
+                return False
+            if made.stride() != wanted.stride() or not torch.equal(_bytes(made), _bytes(wanted)):
+                return False
+    except torch.OutOfMemoryError:  # twice the results: the function itself had room for them
+        return False
+    return True
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what runs inside of it."""
+
+    def __init__(self, arguments: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.launches, self.refused = 0, ""
+        self._count = len(arguments)
+        self._tensors: list[Tensor | None] = list(arguments)  # of each slot; held, so that an id is one tensor's
+        self._slots: dict[int, int] = {}
+        for slot, t in enumerate(arguments):
+            if t is not None:
+                self._slots.setdefault(id(t), slot)
+        self._storages = {t.untyped_storage()._cdata for t in arguments if t is not None}
+        self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
+        self._steps: list[tuple[Any, list[int], int]] = []
+        self._made: set[int] = set()
+
+    def refuse(self, reason: str) -> None:
+        """Make no program, because of `reason`."""
+        self.refused = self.refused or reason
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not self.refused:
+            self._operator(func, args, kwargs, made)
+        return made
+
+    def launched(self, repeat: Callable[..., None], tensors: Sequence[Tensor], addresses: bool) -> None:
+        """Write down a launch, which `repeat(*tensors)` repeats. addresses: it reads nothing else of the tensors."""
+        self.launches += 1
+        slots = [self._slot(t) for t in tensors]
+        if addresses:
+            slots = [self._same.get(slot, slot) for slot in slots]
+        self._steps.append((repeat, slots, -1))
+
+    def program(self, results: Sequence[Tensor | None]) -> Program | None:
+        """Return what was written down, for these results; None where it was refused."""
+        found = [-1 if t is None else self._slots.get(id(t), -2) for t in results]
+        if -2 in found:
+            self.refuse("a result is no tensor that was seen")
+        if self.refused:
+            return None
+        # backwards: without steps that nothing reads, and every slot is emptied behind its last reader
+        needed, steps = set(found), list[tuple[Any, list[int], int]]()
+        for function, places, result in reversed(self._steps):
+            if result >= 0 and result not in needed:
+                continue
+            last = [place for place in {*places, result} if place in self._made and place not in needed]
+            if last:
+                steps.append((None, last, -1))
+            needed.update(places)
+            steps.append((function, places, result))
+        return Program(
+            steps[::-1], [None if s in self._made else t for s, t in enumerate(self._tensors)][self._count :], found
+        )
+
+    def _slot(self, t: Tensor) -> int:
+        slot = self._slots.get(id(t))
+        if slot is None:
+            if t.untyped_storage()._cdata in self._storages:
+                self.refuse("it reads a view of an argument that was made before")
+            slot = self._new(t)
+        return slot
+
+    def _new(self, t: Tensor) -> int:
+        slot = self._slots[id(t)] = len(self._tensors)
+        self._tensors.append(t)
+        return slot
+
+    def _operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
+        schema = func._schema
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if schema.is_mutable:
+            named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+            written = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            if any(isinstance(t, Tensor) and t.untyped_storage()._cdata in self._storages for t in written):
+                self.refuse(f"{func} writes an argument")
+        several = isinstance(made, (tuple, list))
+        if made is not None and not all(isinstance(t, Tensor) for t in (made if several else (made,))):
+            if not given:  # of dtypes and sizes, which stay the same
+                return
+            self.refuse(f"{func} reads a value back")
+        if self.refused:
+            return
+        if func in _EMPTY:
+            function: Any = partial(
+                torch.empty_strided, made.shape, made.stride(), dtype=made.dtype, device=made.device
+            )
+            places = []
+        else:
+            function, places = self._call(func, args, kwargs)
+        if made is None or (not several and id(made) in self._slots):  # written in place
+            self._steps.append((function, places, -1))
+            return
+        if several:
+            of_all = len(self._tensors)
+            self._tensors.append(None)
+            self._made.add(of_all)
+            self._steps.append((function, places, of_all))
+            for i, t in enumerate(made):
+                self._result(itemgetter(i), [of_all], t)
+            return
+        self._result(function, places, made)
+        if func not in _EMPTY and given and made.data_ptr() == given[0].data_ptr() and _shares(made, given[0]):
+            slot = self._slots[id(given[0])]
+            self._same[self._slots[id(made)]] = self._same.get(slot, slot)
+
+    def _result(self, function: Any, places: list[int], made: Tensor) -> None:
+        slot = self._new(made)
+        self._made.add(slot)
+        self._steps.append((function, places, slot))
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
+        """Return (a function of the tensors among an operator's arguments, their slots)."""
+        first = next(i for i, a in enumerate((*args, None)) if not isinstance(a, Tensor))
+        rest = dict(zip((a.name for a in func._schema.arguments[first:]), args[first:], strict=False)) | kwargs
+        leaves, spec = tree_flatten(rest)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        slots = [self._slot(t) for t in (*args[:first], *(leaves[i] for i in places))]
+        if places:
+            return partial(_scattered, func._op, first, leaves, spec, places), slots
+        return partial(func._op, **rest) if rest else func._op, slots
+
+
+def _scattered(op: Any, first: int, leaves: list[Any], spec: Any, places: list[int], *tensors: Tensor) -> Any:
+    """Call an operator that has tensors behind other arguments, or in a list."""
+    filled = leaves.copy()
+    for i, t in zip(places, tensors[first:], strict=True):
+        filled[i] = t
+    return op(*tensors[:first], **tree_unflatten(filled, spec))
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
