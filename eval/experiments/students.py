@@ -9,7 +9,7 @@ The trained weights are loaded into such a copy before it is scored and converte
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,11 +67,20 @@ class Student:
     """Makes the models of a row. float_model is not changed. blocks_BT: token ids to calibrate on, where needed.
     method: of calibrated PTQ, such as "gptq"; training starts from its codes, under held scales. "": the nearest codes,
     and training starts from the float weights. embeddings: a recipe for embedding and head; "": they stay as they are.
+    layers: other recipes for some layers, as `recipes.mixed` takes them.
     """
 
-    def __init__(self, row: Row, float_model: Any, blocks_BT: Tensor, method: str = "", embeddings: str = "") -> None:
+    def __init__(
+        self,
+        row: Row,
+        float_model: Any,
+        blocks_BT: Tensor,
+        method: str = "",
+        embeddings: str = "",
+        layers: Sequence[str] = (),
+    ) -> None:
         self.row, self.float_model, self.blocks_BT = row, float_model, blocks_BT
-        self.method, self.embeddings = method, embeddings
+        self.method, self.embeddings, self.layers = method, embeddings, layers
 
     def prepared(self, seed: int) -> Any:
         """A fresh model to train, with the random state of `seed`."""
@@ -118,9 +127,11 @@ class Student:
 
     def _training(self, **options: Any) -> Any:
         """Return the config that trains the row."""
-        if not self.embeddings:
+        layers = self.layers
+        if self.embeddings:
+            layers = with_embeddings(self.float_model, self.embeddings, layers)
+        if not layers:
             return _training(self.row.recipe, **options)
-        layers = with_embeddings(self.float_model, self.embeddings)
         return mixed(self.row.recipe, layers, make=lambda recipe: recipe.prepare(**options))
 
     def _calibrate(self, model: Any, config: Any, step: str | None) -> None:

@@ -22,12 +22,17 @@ from aoquant.formats.kv import KV_NAMES
 from aoquant.recipes import get_recipe, list_recipes
 
 MXFP4 = {"mxfp4-floor": "mxfp4-floor/mxfp4-floor", "mxfp4-ceil": "mxfp4-ceil/mxfp4-ceil"}  # rules without a name
+# recipes with another one for some layers, as `aoquant run --layers` takes them
+MIXED = {
+    "nvfp4-w4a16-gate-up": ("nvfp4", ("re:.*(gate|up)_proj=nvfp4-weight",)),
+    "nvfp4-fp8-gate-up": ("nvfp4", ("re:.*(gate|up)_proj=fp8",)),
+}
 RECIPES = (
     "int4-g128", "nvfp4", "vllm-w4a16-g128", "mxfp4", "int4-g32", "gguf-q4_0", "int8-int4", "vllm-w4a16-g32",
     "vllm-nvfp4", "vllm-mxfp4", "nvfp4-4over6", "mxfp4-h32", "fp8", "mxfp8", "vllm-fp8", "vllm-int8",
     "nvfp4-weight", "mxfp4-weight", "gridflip", "gridflip-search", "nvfp4-h16", "mxfp4-wush", "nvfp4-wush",
     "int3-g32", "int2-g32", "quartet2", "fp8-hybrid", "nvfp4-training", "mxfp4-quest", "gguf-q8_0",
-    "gguf-q4_0@gguf-q8_0", *MXFP4,
+    "gguf-q4_0@gguf-q8_0", *MXFP4, *MIXED,
 )  # fmt: skip
 SERVED = {
     "int4-g128": ("int4-g128",), "int4-g32": ("int4-g32",), "intx4-g32": ("vllm-w4a16-g32", "gguf-q4_0"),
@@ -49,6 +54,8 @@ def row(name: str) -> Row:
         return Row(name, "", "float")
     if name in PEERS:
         return Row(name, "", "peer", PEERS[name])
+    if name in MIXED:
+        return Row(name, "", "aoquant", MIXED[name][0])
     layers, kv, cache = name.rpartition("kv-")
     if kv + cache in KV and name not in {recipe.name for recipe in list_recipes()}:
         if layers:

@@ -124,7 +124,8 @@ class Worker:
         row = rows.row(name)
         wanted = missing(self.o, row, seed, read(self.o.csv))
         method, embeddings = name.partition("+")[2], name.partition("@")[2]
-        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), method, embeddings)
+        layers = rows.MIXED[name][1] if name in rows.MIXED else ()
+        student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), method, embeddings, layers)
         untrained = [key for key in wanted if key["stage"] != "qat"]
         trained = [key for key in wanted if key["stage"] == "qat"]
         for key in untrained:
