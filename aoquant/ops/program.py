@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _log = logging.getLogger("aoquant.program")
 _aten = torch.ops.aten
@@ -30,6 +29,8 @@ _EMPTY = (
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )  # fmt: skip
+
+LARGE = 1 << 20  # bytes of a result that is let go behind its last reader, and not at the end
 
 # The recorder of each thread that records. Other threads run as usual meanwhile.
 recorders: dict[int, Recorder] = {}
@@ -138,6 +139,7 @@ class Recorder(TorchDispatchMode):
         self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
         self._steps: list[tuple[Any, list[int], int]] = []
         self._made: set[int] = set()
+        self._large: set[int] = set()
 
     def refuse(self, reason: str) -> None:
         """Make no program, because of `reason`."""
@@ -165,12 +167,12 @@ class Recorder(TorchDispatchMode):
             self.refuse("a result is no tensor that was seen")
         if self.refused:
             return None
-        # backwards: without steps that nothing reads, and every slot is emptied behind its last reader
+        # backwards: without steps that nothing reads, and large results are let go behind their last reader
         needed, steps = set(found), list[tuple[Any, list[int], int]]()
         for function, places, result in reversed(self._steps):
             if result >= 0 and result not in needed:
                 continue
-            last = [place for place in {*places, result} if place in self._made and place not in needed]
+            last = [place for place in {*places, result} if place in self._large and place not in needed]
             if last:
                 steps.append((None, last, -1))
             needed.update(places)
@@ -197,7 +199,9 @@ class Recorder(TorchDispatchMode):
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if schema.is_mutable:
             named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-            written = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            written = [
+                named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+            ]
             if any(isinstance(t, Tensor) and t.untyped_storage()._cdata in self._storages for t in written):
                 self.refuse(f"{func} writes an argument")
         several = isinstance(made, (tuple, list))
@@ -221,6 +225,7 @@ class Recorder(TorchDispatchMode):
             of_all = len(self._tensors)
             self._tensors.append(None)
             self._made.add(of_all)
+            self._large.add(of_all)
             self._steps.append((function, places, of_all))
             for i, t in enumerate(made):
                 self._result(itemgetter(i), [of_all], t)
@@ -233,26 +238,39 @@ class Recorder(TorchDispatchMode):
     def _result(self, function: Any, places: list[int], made: Tensor) -> None:
         slot = self._new(made)
         self._made.add(slot)
+        if made.untyped_storage().nbytes() >= LARGE:
+            self._large.add(slot)
         self._steps.append((function, places, slot))
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
         """Return (a function of the tensors among an operator's arguments, their slots)."""
         first = next(i for i, a in enumerate((*args, None)) if not isinstance(a, Tensor))
         rest = dict(zip((a.name for a in func._schema.arguments[first:]), args[first:], strict=False)) | kwargs
-        leaves, spec = tree_flatten(rest)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        slots = [self._slot(t) for t in (*args[:first], *(leaves[i] for i in places))]
-        if places:
-            return partial(_scattered, func._op, first, leaves, spec, places), slots
-        return partial(func._op, **rest) if rest else func._op, slots
+        slots = [self._slot(t) for t in args[:first]]
+        names = [name for name, value in rest.items() if isinstance(value, Tensor)]
+        lists = {name: value for name, value in rest.items() if _has_tensors(value)}
+        if not names and not lists:
+            return partial(func._op, **rest) if rest else func._op, slots
+        slots += [self._slot(rest[name]) for name in names]
+        counts = {name: len(value) for name, value in lists.items()}
+        slots += [self._slot(t) for value in lists.values() for t in value]
+        fixed = {name: value for name, value in rest.items() if name not in (*names, *lists)}
+        return partial(_named, func._op, first, names, counts, fixed), slots
 
 
-def _scattered(op: Any, first: int, leaves: list[Any], spec: Any, places: list[int], *tensors: Tensor) -> Any:
-    """Call an operator that has tensors behind other arguments, or in a list."""
-    filled = leaves.copy()
-    for i, t in zip(places, tensors[first:], strict=True):
-        filled[i] = t
-    return op(*tensors[:first], **tree_unflatten(filled, spec))
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+
+
+def _named(
+    op: Any, first: int, names: Sequence[str], lists: dict[str, int], fixed: dict[str, Any], *tensors: Tensor
+) -> Any:
+    """Call an operator that has tensors behind other arguments, or lists of tensors."""
+    at = first + len(names)
+    given = dict(zip(names, tensors[first:at], strict=True))
+    for name, count in lists.items():
+        given[name], at = list(tensors[at : at + count]), at + count  # type: ignore[assignment]
+    return op(*tensors[:first], **fixed, **given)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

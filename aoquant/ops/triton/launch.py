@@ -115,13 +115,13 @@ class Launch:
         """Return (this launch as a function of its tensors, the tensors, whether it reads their addresses alone)."""
         filled = [a.base if isinstance(a, TensorDescriptor) else a for a in arguments]
         places = [i for i, given in enumerate(filled) if isinstance(given, Tensor)]
-        blocks = {i: a.block_shape for i, a in enumerate(arguments) if isinstance(a, TensorDescriptor)}
         fixed = [None if i in places else given for i, given in enumerate(arguments)]
+        blocks = {i: a.block_shape for i, a in enumerate(arguments) if isinstance(a, TensorDescriptor)}
 
         def by_address(*tensors: Tensor) -> None:
             given = fixed.copy()
             for i, t in zip(places, tensors, strict=True):
-                given[i] = t.data_ptr()
+                given[i] = described(t, *blocks[i]) if i in blocks else t.data_ptr()
             again(given)  # type: ignore[misc]
 
         def by_tensor(*tensors: Tensor) -> None:
@@ -130,8 +130,7 @@ class Launch:
                 given[i] = described(t, *blocks[i]) if i in blocks else t
             self(*given)
 
-        addresses = again is not None and not blocks
-        return by_address if addresses else by_tensor, [filled[i] for i in places], addresses
+        return by_tensor if again is None else by_address, [filled[i] for i in places], again is not None and not blocks
 
 
 def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
@@ -143,6 +142,10 @@ def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[S
     except AttributeError:
         return None
     device, stream = driver.active.get_current_device(), driver.active.get_current_stream
+    if not getattr(launch, "global_scratch_size", 1) and not getattr(launch, "profile_scratch_size", 1):
+        # past the launcher's look for scratch memory, of which it needs none
+        how = launch.launch_cooperative_grid, launch.launch_pdl, None, None
+        launch, constant = launch.launch, (constant[0], *how, *constant[1:])
 
     def run(addresses: Sequence[Any]) -> None:
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
