@@ -50,9 +50,11 @@ def weight_problems(chosen: Iterable[Chosen]) -> list[str]:
 
 
 def prepare_layers(
-    model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool
+    model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool, *, chooses: bool
 ) -> Layers:
     """Prepare the chosen layers, and switch them to high precision; convert embeddings, unless step is "prepare".
+
+    chooses: whether codes will be chosen, which layers that train on hold the scales of.
 
     Raises:
         ValueError: naming each layer that cannot be prepared, or no layer is chosen.
@@ -70,16 +72,17 @@ def prepare_layers(
             )
         gemm = not isinstance(chosen.module, nn.Embedding)
         of_one = chosen.config if is_qat else QATConfig(chosen.config, step="prepare")
-        why = why_not_held(prepare_target(of_one).recipe) if gemm else None
+        holding = gemm and (chooses or step is None)
+        why = why_not_held(prepare_target(of_one).recipe) if holding else None
         if step == "prepare" and why is not None:
             problems.append(f"{fqn}: {why}")
-        holds = gemm and why is None and of_one.scales == "dynamic"
+        holds = holding and why is None and of_one.scales == "dynamic"
         configs[fqn] = dataclasses.replace(of_one, scales="static") if holds else of_one
     for chosen in choice.stacks:
         fqn, of_one = chosen.fqn.partition(", ")[0], chosen.config
         if not isinstance(of_one, QATConfig):
             of_one = QATConfig(of_one, step="prepare")
-        if step == "prepare" and (why := why_not_held(prepare_target(of_one).recipe)) is not None:
+        if chooses and step == "prepare" and (why := why_not_held(prepare_target(of_one).recipe)) is not None:
             problems.append(f"{fqn}: {why}")
         configs[fqn] = of_one
     if problems:

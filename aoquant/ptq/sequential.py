@@ -71,8 +71,9 @@ def calibrate_ptq(
         is 0 do not count.
     config: a `CalibrateConfig`, or torchao's GPTQConfig, AWQConfig or SmoothQuantConfig. Where step is "prepare", its
         recipe may be a QATConfig.
-    step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on from these
-        codes under held scales, as `unpack_` does; convert without training gives the codes back.
+    step: None packs the weights, as `quantize_` does with a PTQ config. "prepare" makes layers that train on: from the
+        codes of "gptq" and "clip" under held scales, as `unpack_` does, so that convert without training gives the
+        codes back; else from the folded or rotated weights, under scales that follow them.
         An expert of a stack sees its own tokens; a class without transformers' experts protocol is calibrated without
         the asymmetric target, and padding counts there.
     checkpoint: a folder that gets the codes of each finished block. The same call with it goes on where an earlier one
@@ -116,11 +117,13 @@ def calibrate_ptq(
             cached = caches.plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
             if cached.layers is None:
                 raise ValueError("calibrate_ptq: the recipe is for KV caches alone: use aoquant.calibrate")
-            layers, stacks, others = prepare_layers(model, cached.layers, filter_fn, step, skip_incompatible)
+            chooses = bool(asked.steps & {"gptq", "clip"})
+            made = prepare_layers(model, cached.layers, filter_fn, step, skip_incompatible, chooses=chooses)
+            layers, stacks, others = made
             if asked.all_experts:
                 links.refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
             gains, left = dict[str, float](), dict[str, str]()
-            if asked.folds and not asked.steps & {"gptq", "clip"}:
+            if asked.folds and not chooses:
                 left = {f"{n}.{p}": NOT_SCALED for n, m in stacks.items() for p in m.stacks}
                 links.refuse({} if skip_incompatible else left)
             if found is not None and asked.folds:
