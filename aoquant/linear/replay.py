@@ -12,6 +12,8 @@ or codes that the layer holds, sharded weights, dispatch modes, forced backends,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,11 @@ from aoquant.ops.program import Program, record
 
 DEVICES = ("cuda",)
 MOST = 1024  # kinds of calls that are remembered
-NEW, NEVER = object(), object()
+NEW, ONCE, NEVER = "new", "once", "never"
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 Layout = tuple[type, list[type], list[int | None]]
+Left = tuple[tuple[int, bool] | None, ...]
 
 
 def flat(saved: NamedTuple) -> tuple[list[Tensor | None], Layout]:
@@ -51,9 +54,9 @@ def restored(given: Any, layout: Layout) -> Any:
     tensors, values = iter(given), list[Any]()
     for kind, k in zip(*layout[1:], strict=True):
         if kind is Encoded:
-            values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), k))
+            values.append(Encoded(*islice(tensors, 4), k))  # type: ignore[call-arg]
         elif kind is Scales:
-            values.append(Scales(next(tensors), next(tensors), next(tensors), next(tensors)))
+            values.append(Scales(*islice(tensors, 4)))
         else:
             values.append(next(tensors))
     return layout[0](*values)
@@ -63,7 +66,8 @@ class _Shared:
     """Stands for `InputCodes` in one forward: holds the codes that were found, and those that are left."""
 
     def __init__(self, found: Encoded | None) -> None:
-        self.found, self.left = found, ()
+        self.found = found
+        self.left: tuple[Encoded, bool] | None = None  # codes, and whether autograd keeps them
         self.parts, self.layers = () if found is None else (found,), ()
 
     def take(self, layer: int) -> Encoded | None:
@@ -85,18 +89,37 @@ class Forward(NamedTuple):
     program: Program
     layout: Layout
     saved: int
-    left: tuple[tuple[int, bool] | None, ...]
+    left: Left
 
 
 class Step:
     """What is known of calls that are alike: of a forward, and of a backward for each layout of its arguments.
 
-    None: there was one such call. NEVER: it cannot be recorded.
+    NEW: there was no such call. ONCE: one. NEVER: it cannot be recorded.
     """
 
     def __init__(self) -> None:
-        self.forward: Any = None
+        self.forward: Any = NEW
         self.backward: dict[Any, Any] = {}
+
+    def first(
+        self, run: Callable[[], Any], arguments: Sequence[Tensor | None]
+    ) -> tuple[Sequence[Any], Layout, int, Left]:
+        """Run a forward that has no program yet. Return (the results of its program to be, the fields of `Forward`)."""
+        if self.forward is not ONCE:
+            self.forward = ONCE if self.forward is NEW else NEVER
+            made, fields = run()
+            return made, *fields
+        found = list[Any]()
+
+        def results() -> Sequence[Tensor | None]:
+            made, fields = run()
+            found.extend(fields)
+            return made
+
+        made, program = record(results, arguments)
+        self.forward = NEVER if program is None else Forward(program, *found)
+        return made, *found
 
     def gradients(
         self, function: Callable[[], tuple[Tensor | None, ...]], arguments: list[Tensor | None]
@@ -118,7 +141,7 @@ class Step:
         if program is NEVER:
             return function()
         if program is NEW:
-            self.backward[key] = None
+            self.backward[key] = ONCE
             return function()
         made, recorded = record(function, arguments)
         self.backward[key] = recorded or NEVER
@@ -138,48 +161,47 @@ def forward(
     assert w is not None
     shared, layer = (given.rows, given.columns), given.layer
     found = [None if codes is None else codes.take(layer) for codes in shared]
-    of_bias = None if bias is None else bias.dtype
-    of_codes = tuple([codes is None if f is None else f.k for codes, f in zip(shared, found, strict=True)])
-    where = x.get_device(), router.generation()
-    key = given.recipe, needs, x.shape, x.stride(), x.dtype, w.shape, w.stride(), of_bias, of_codes, given.rank, where
+    of_codes = tuple([-(codes is None) if f is None else f.k for codes, f in zip(shared, found, strict=True)])
+    of_tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, w, bias)])
+    key = given.recipe, needs, of_tensors, of_codes, given.rank, x.get_device(), router.generation()
     step = _steps.get(key)
-    if step is not None and isinstance(step.forward, Forward):
-        program, layout, count, left = step.forward
-        made = program([x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]])
-        at = 1 + count
-        for codes, how in zip(shared, left, strict=True):
-            if how is not None:
-                codes.leave(Encoded(*made[at : at + 4], how[0]), layer, how[1])  # type: ignore[arg-type]
-                at += 4
-        return made[0], made[1 : 1 + count], layout, step  # type: ignore[return-value]
-
-    stands = [None if codes is None else _Shared(f) for codes, f in zip(shared, found, strict=True)]
-    given = given._replace(rows=stands[0], columns=stands[1])
-    layouts = list[Layout]()
-
-    def run() -> list[Tensor | None]:
-        y, saved = multiply(x, w, bias, given, needs)
-        tensors, layout = flat(saved)
-        layouts.append(layout)
-        return [y, *tensors, *(t for s in stands if s is not None and s.left for t in s.left[0][:4])]
-
     if step is None:
         if len(_steps) >= MOST:
             _steps.clear()
         step = _steps[key] = Step()
-        results: Sequence[Tensor | None] = run()
-    elif step.forward is NEVER:
-        results = run()
+    arguments = [x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]]
+    made: Any
+    if isinstance(step.forward, Forward):
+        program, layout, count, left = step.forward
+        made = program(arguments)
     else:
-        results, recorded = record(run, [x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]])
-        left = tuple([(s.left[0].k, s.left[1]) if s is not None and s.left else None for s in stands])
-        count = len(results) - 1 - 4 * sum(how is not None for how in left)
-        step.forward = NEVER if recorded is None else Forward(recorded, layouts[0], count, left)
-    for codes, s in zip(shared, stands, strict=True):
-        if s is not None and s.left:
-            codes.leave(s.left[0], layer, s.left[1])
-    behind = sum(4 for s in stands if s is not None and s.left)
-    return results[0], results[1 : len(results) - behind], layouts[0], step  # type: ignore[return-value]
+        stands = [_Shared(f) for f in found]
+        rows, columns = (None if codes is None else s for codes, s in zip(shared, stands, strict=True))
+        run = partial(_flat_forward, multiply, x, w, bias, given._replace(rows=rows, columns=columns), needs, stands)
+        made, layout, count, left = step.first(run, arguments)
+    at = 1 + count
+    for codes, how in zip(shared, left, strict=True):
+        if how is not None:
+            codes.leave(Encoded(*made[at : at + 4], how[0]), layer, how[1])  # type: ignore[call-arg]
+            at += 4
+    return made[0], made[1 : 1 + count], layout, step
+
+
+def _flat_forward(
+    multiply: Callable[..., Any],
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    given: Any,
+    needs: Any,
+    stands: Sequence[_Shared],
+) -> tuple[list[Tensor | None], tuple[Layout, int, Left]]:
+    """Return (the results of a forward as a `Forward` has them, its other fields)."""
+    y, saved = multiply(x, w, bias, given, needs)
+    tensors, layout = flat(saved)
+    left = tuple([None if s.left is None else (s.left[0].k, s.left[1]) for s in stands])
+    codes = [t for s in stands if s.left is not None for t in s.left[0][:4]]
+    return [y, *tensors, *codes], (layout, len(tensors), left)
 
 
 _NOTHING = (None,) * 4

@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
     """Writes down what runs inside of it."""
 
     def __init__(self, arguments: Sequence[Tensor | None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches, self.refused = 0, ""
         self._count = len(arguments)
         self._tensors: list[Tensor | None] = list(arguments)  # of each slot; held, so that an id is one tensor's
@@ -204,6 +204,8 @@ class Recorder(TorchDispatchMode):
             ]
             if any(isinstance(t, Tensor) and t.untyped_storage()._cdata in self._storages for t in written):
                 self.refuse(f"{func} writes an argument")
+        if func is _aten.as_strided.default and args[0].untyped_storage()._cdata in self._storages:
+            self.refuse(f"{func} counts from the beginning of an argument's storage")
         several = isinstance(made, (tuple, list))
         if made is not None and not all(isinstance(t, Tensor) for t in (made if several else (made,))):
             if not given:  # of dtypes and sizes, which stay the same
@@ -212,10 +214,10 @@ class Recorder(TorchDispatchMode):
         if self.refused:
             return
         if func in _EMPTY:
+            places: list[int] = []
             function: Any = partial(
                 torch.empty_strided, made.shape, made.stride(), dtype=made.dtype, device=made.device
             )
-            places = []
         else:
             function, places = self._call(func, args, kwargs)
         if made is None or (not several and id(made) in self._slots):  # written in place

@@ -138,7 +138,8 @@ def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[S
     is none that we know.
     """
     try:
-        launch, constant = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
+        launch: Any = kernel.run
+        constant: tuple[Any, ...] = kernel.function, kernel.packed_metadata, None, None, None
     except AttributeError:
         return None
     device, stream = driver.active.get_current_device(), driver.active.get_current_stream
