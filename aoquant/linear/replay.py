@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C import _is_any_autocast_enabled, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 
 from aoquant.formats import Encoded, Scales
 from aoquant.ops import router
@@ -125,14 +125,16 @@ class Step:
         self, function: Callable[[], tuple[Tensor | None, ...]], arguments: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Return `function()`, the gradients, which it makes of `arguments` alone."""
-        low, strides = 0, list[Any]()
+        low, strides, one = 0, list[Any](), set[int]()
         for t in arguments:
             if t is None:
                 strides.append(None)
             else:
                 strides.append(t.stride())
                 low |= t.data_ptr()
-        if low % 16 or _unusual(arguments[0]):  # type: ignore[arg-type]
+                one.add(id(t))
+        twice = len(one) + strides.count(None) < len(arguments)  # a program would take them for one
+        if twice or low % 16 or _unusual(arguments[0]):  # type: ignore[arg-type]
             return function()
         key = tuple(strides)
         program = self.backward.get(key, NEVER if len(self.backward) >= MOST else NEW)
@@ -220,6 +222,7 @@ def _is_page(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bo
         or given.delayed is not None
         or given.parts is not None
         or not x.numel()
+        or x is w
         or bool((x.data_ptr() | w.data_ptr()) % 16)  # type: ignore[union-attr]
         or _unusual(x)
     )
@@ -229,6 +232,7 @@ def _unusual(t: Tensor) -> bool:
     """Return whether something watches the operators, chooses the kernels, or captures them."""
     return bool(
         _len_torch_dispatch_stack()
+        or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
         or _is_torch_function_mode_enabled()
         or router.forcing()
         or torch.compiler.is_compiling()

@@ -107,7 +107,7 @@ def measured(lines: Sequence[Line]) -> str:
     for recipe, untrained, trained in quantised(lines):
         numbers = (f"{float(n):.3f}" for n in (untrained["bits"], base, untrained[PERPLEXITY]))
         qat = f"{average(trained, PERPLEXITY):.3f}" if trained else ""
-        if recipe not in rows.MXFP4 and not {"+", "@"} & set(recipe):
+        if recipe not in {*rows.MXFP4, *rows.MIXED} and not {"+", "@"} & set(recipe):
             made.append(",".join([recipe, *numbers, qat, str(len(trained))]))
     return "\n".join(made) + "\n"
 
@@ -155,9 +155,12 @@ def starts(lines: Sequence[Line]) -> str:
     of = {recipe: (untrained, trained) for recipe, untrained, trained in quantised(lines)}
     scores = ((PERPLEXITY, ".2f"), ("wikitext_kl", ".3f"), ("other_word_perplexity", ".2f"))
     made = []
+    methods: dict[str, dict[str, tuple[Line, list[Line]]]] = {}
     for name in sorted(name for name in of if "+" in name and of[name][1]):
         recipe, _, method = name.partition("+")
-        for how, (untrained, trained) in (("float weights", of[recipe]), (method, of[name])):
+        methods.setdefault(recipe, {"float weights": of[recipe]})[method] = of[name]
+    for recipe, ways in methods.items():
+        for how, (untrained, trained) in ways.items():
             cells = [cell(at, score, form) for score, form in scores for at in ([untrained], trained)]
             made.append((f"`{recipe}`", how, str(len(trained)), *cells))
     heads = ("recipe", "start", "seeds", "PTQ", "QAT", "KL: PTQ", "KL: QAT", "other text: PTQ", "QAT")
@@ -167,12 +170,14 @@ def starts(lines: Sequence[Line]) -> str:
 def budgets(lines: Sequence[Line]) -> str:
     """Return the table of recipes that were trained on more than one budget."""
     base, made = average(only(lines, stage="float"), PERPLEXITY), []
-    for recipe, untrained, _ in quantised(lines):
+    rounded = {recipe: float(untrained[PERPLEXITY]) for recipe, untrained, _ in quantised(lines)}
+    for recipe in rounded:
         of = only(lines, row=recipe, stage="qat", served="")
         runs = sorted({(int(line["tokens"]), line["rate"]) for line in of})
         for tokens, rate in runs if len(runs) > 1 else ():
             at = only(of, tokens=str(tokens), rate=rate)
-            share = recovered(base, float(untrained[PERPLEXITY]), average(at, PERPLEXITY))
+            # of what rounding to the nearest loses, also where a calibrated PTQ lost less
+            share = recovered(base, rounded[recipe.partition("+")[0]], average(at, PERPLEXITY))
             scores = (
                 (PERPLEXITY, ".2f"),
                 ("wikitext_kl", ".3f"),

@@ -1,0 +1,351 @@
+"""A step that is repeated without its Python has the bits of the page (linear/function.py), in every way to train."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bytes
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from aoquant import calibrate, ops, quantize_
+from aoquant.calibrate import uncalibrated
+from aoquant.linear import function, replay
+from aoquant.ops import program
+from aoquant.recipes import get_recipe, list_recipes
+
+BF16 = torch.bfloat16
+SOME = ("int4-g128", "nvfp4", "fp8-hybrid", "quartet")
+RECIPES = [r.name for r in list_recipes() if not (r.experts or r.kv_cache)]
+SLOW = ("gridflip-search", "nvfp4-search", "quartet2", "quartet2-gridflip")
+ON_A_CPU = ("int4-g", "torchao-int4")  # beginnings of recipes whose CPU kernels read a value back
+Layers = nn.ModuleList
+Call = Callable[[nn.Module, Tensor], Tensor]
+Run = Callable[[Layers, int], list[Tensor | None]]
+
+
+@pytest.fixture(autouse=True)
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replay, "DEVICES", ("cpu", "cuda"))
+    replay._steps.clear()
+    yield
+    replay._steps.clear()
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the forwards and backwards that run their Python."""
+    count: Counter[str] = Counter()
+
+    def counted(name: str, real: Any, *args: Any) -> Any:
+        count[name] += 1
+        return real(*args)
+
+    for name in ("multiply", "_gradients"):
+        monkeypatch.setattr(function, name, partial(counted, name, getattr(function, name)))
+    return count
+
+
+def prepared(recipe: str, device: Any = "cpu", *, n: int = 2, k: int = 128, bias: bool = True) -> Layers:
+    """Return n layers (k, k) with other weights each, the same in every call."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(k, k, bias=bias, dtype=BF16) for _ in range(n)]).to(device)
+    quantize_(layers, get_recipe(recipe).prepare())
+    return layers
+
+
+def tokens(layers: Layers, i: int, *shape: int) -> Tensor:
+    w = layers[0].weight
+    return torch.randn(*(shape or (2, 24)), w.shape[1], generator=torch.Generator().manual_seed(i)).to(w)
+
+
+def wave(y: Tensor) -> Tensor:
+    return torch.sin(y * 7)
+
+
+def plain(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h)
+
+
+def step(layers: Layers, x: Tensor, call: Call = plain, grad: Callable[[Tensor], Tensor] = wave) -> list[Tensor | None]:
+    """Return the outputs and all gradients of layers that share one input."""
+    layers.zero_grad()
+    x = x.detach().requires_grad_()
+    h = x * 1
+    ys = [call(layer, h) for layer in layers]
+    torch.autograd.backward(ys, [grad(y.detach()) for y in ys])
+    return [*(y.detach() for y in ys), x.grad, *(p.grad for p in layers.parameters())]
+
+
+def called(call: Call, *shape: int) -> Run:
+    return lambda layers, i: step(layers, tokens(layers, i, *shape), call)
+
+
+def on_the_page(run: Run, layers: Layers, steps: int) -> list[Any]:
+    """Return what the steps of `run` give without this file's subject."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "DEVICES", ())
+        return [run(layers, i) for i in range(steps)]
+
+
+def check(run: Run, layers: Layers, pages: Counter[str], *, kinds: int = 1, repeated: bool = True) -> None:
+    """Compare four steps of each kind with the page's, bit for bit; from the third on they are to be repeated."""
+    want = on_the_page(run, copy.deepcopy(layers), 4 * kinds)
+    for i in range(4 * kinds):
+        if i == 2 * kinds:
+            pages.clear()
+        got = run(layers, i)
+        assert len(got) == len(want[i]) and all(map(same_bytes, got, want[i])), f"step {i}"
+    assert not (repeated and pages), pages
+
+
+def is_recorded(recipe: str, layers: Layers) -> bool:
+    """Return whether a recipe's ordinary steps are: its layers hold nothing, and nothing waits for the device."""
+    return not layers[0].prepared.recipe.holds and (layers[0].weight.is_cuda or not recipe.startswith(ON_A_CPU))
+
+
+@pytest.mark.filterwarnings("ignore:.*matches no linear layer")
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.slow] * (r in SLOW)) for r in RECIPES])
+def test_two_layers_with_one_input(recipe: str, device: torch.device, pages: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(program, "LARGE", 1 << 12)
+    layers = prepared(recipe, device, k=256)
+    if uncalibrated(layers):
+        calibrate(layers, lambda model: [layer(tokens(layers, 9)) for layer in model])
+    check(called(plain), layers, pages, repeated=is_recorded(recipe, layers))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
+def test_layers_of_one_shape_share_their_programs(recipe: str, pages: Counter[str]) -> None:
+    """The second layer is recorded, and the third repeats it."""
+    layers = prepared(recipe, n=3)
+    for seen in (2, 0):
+        pages.clear()
+        step(layers, tokens(layers, 0), lambda layer, h: layer(h.clone()))
+        assert pages["multiply"] == pages["_gradients"] == seen and len(replay._steps) == 1
+
+
+# Ways to train
+
+
+def _offloaded(layer: nn.Module, h: Tensor) -> Tensor:
+    with save_on_cpu():
+        return layer(h)
+
+
+def _copied(layer: nn.Module, h: Tensor) -> Tensor:
+    with saved_tensors_hooks(torch.clone, torch.clone):
+        return layer(h)
+
+
+def _retained(layers: Layers, i: int) -> list[Tensor | None]:
+    x = tokens(layers, i).requires_grad_()
+    ys = [layer(x) for layer in layers]
+    given = ys, [x, *layers.parameters()], [wave(y.detach()) for y in ys]
+    first, second = (torch.autograd.grad(*given, retain_graph=True) for _ in range(2))
+    assert layers[0].prepared.recipe.draws or all(map(same_bytes, first, second))
+    return [*first, *second]
+
+
+def _frozen(layers: Layers, i: int) -> list[Tensor | None]:
+    """Weights, biases or nothing."""
+    for name, p in layers.named_parameters():
+        p.requires_grad_(i % 3 == 0 or not name.endswith(("weight", "bias")[i % 3 - 1]))
+    return step(layers, tokens(layers, i))
+
+
+def _without_gradient(layers: Layers, i: int) -> list[Tensor | None]:
+    return step(layers, tokens(layers, i), lambda layer, h: layer(h if i % 2 else h.detach()))
+
+
+def _bias(layers: Layers, i: int) -> list[Tensor | None]:
+    """With a bias, without one, and with one that starts at an odd address."""
+    for layer in layers:
+        odd = torch.cat((layer.weight[0, :1], layer.weight[0])).detach()[1:]
+        layer.bias = None if i % 3 == 1 else nn.Parameter(odd if i % 3 else odd.clone())
+    return step(layers, tokens(layers, i))
+
+
+def _layouts(layers: Layers, i: int) -> list[Tensor | None]:
+    """Gradients that are contiguous, expanded, as behind a sum, and transposed."""
+    transposed: Callable[[Tensor], Tensor] = lambda y: wave(y).mT.contiguous().mT  # noqa: E731
+    return step(
+        layers, tokens(layers, i), grad=(wave, lambda y: y.new_full((), 0.25).expand(y.shape), transposed)[i % 3]
+    )
+
+
+def _autocast(layers: Layers, i: int) -> list[Tensor | None]:
+    with torch.autocast(layers[0].weight.device.type, BF16):
+        return step(layers.float(), tokens(layers, i))
+
+
+WAYS: dict[str, tuple[Run, dict[str, Any]]] = {
+    "checkpoint": (called(partial(checkpoint, use_reentrant=False)), {}),
+    "reentrant checkpoint": (
+        called(partial(checkpoint, use_reentrant=True)),
+        {"repeated": False},
+    ),  # its first forward has no gradients
+    "save_on_cpu": (called(_offloaded), {}),
+    "saved tensors are copies": (called(_copied), {}),
+    "retain_graph": (_retained, {}),
+    "frozen": (_frozen, {"kinds": 3}),
+    "input without gradient": (_without_gradient, {"kinds": 2}),
+    "biases": (_bias, {"kinds": 3}),
+    "layouts of gradients": (_layouts, {"kinds": 3}),
+    "shapes": (lambda layers, i: step(layers, tokens(layers, i, *((2, 24), (48,), (7,))[i % 3])), {"kinds": 3}),
+    "transposed input": (called(lambda layer, h: layer(h.t()), 128), {}),
+    "every second row": (called(lambda layer, h: layer(h[:, ::2])), {}),
+    "odd address": (called(lambda layer, h: layer(h.view(-1)[1:].unfold(0, 128, 128)), 9), {"repeated": False}),
+    "a layer behind itself": (called(lambda layer, h: layer(layer(h))), {}),
+    "autocast": (_autocast, {"repeated": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [
+        pytest.param(r, way, marks=[pytest.mark.slow] * (r == "quartet" and options.get("kinds", 1) > 1))
+        for r in SOME
+        for way, (_, options) in WAYS.items()
+    ],
+)
+def test_ways_to_train(recipe: str, way: str, device: torch.device, pages: Counter[str]) -> None:
+    (run, options), layers = WAYS[way], prepared(recipe, device)
+    check(run, layers, pages, **{"repeated": is_recorded(recipe, layers), **options})
+
+
+def test_a_mode_that_watches_operators_sees_them() -> None:
+    def run(layers: Layers, i: int) -> list[Tensor | None]:
+        with FlopCounterMode(display=False) if i % 4 == 3 else nullcontext() as mode:
+            step(layers, tokens(layers, i))
+        return [torch.tensor(0 if mode is None else mode.get_total_flops())]
+
+    layers = prepared("nvfp4")
+    want = on_the_page(run, layers, 4)
+    assert [run(layers, i) for i in range(8)] == want * 2 and want[3][0] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_a_forced_backend_is_used_where_programs_exist(recipe: str, pages: Any, monkeypatch: Any) -> None:
+    layers, used = prepared(recipe), list[bool]()
+    for i, force in enumerate(["", "", "", "block", "", "environment", ""]):
+        pages.clear()
+        with ops.backend("reference") if force == "block" else nullcontext(), monkeypatch.context() as patch:
+            if force == "environment":
+                patch.setenv("AOQUANT_BACKEND", "reference")
+            step(layers, tokens(layers, i))
+        used.append(pages["multiply"] == pages["_gradients"] == 2)
+    assert used[2:] == [recipe == "int4-g128", True] * 2 + [recipe == "int4-g128"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "written"),
+    [("nvfp4", "weight"), ("nvfp4-weight", "weight"), ("nvfp4-weight", "input"), ("mxfp8-hp", "input")],
+)
+def test_a_write_between_forward_and_backward_is_refused(recipe: str, written: str, pages: Any) -> None:
+    def run(layers: Layers, i: int) -> str:
+        h = tokens(layers, i, *(24,) * (1 + i % 2)).requires_grad_() * 1
+        ys = [layer(h) for layer in layers]
+        (layers[1].weight if written == "weight" else h).detach().mul_(1)
+        with pytest.raises(RuntimeError, match="inplace") as refused:
+            ys[1].sum().backward()
+        return str(refused.value)[:50]
+
+    layers = prepared(recipe)
+    want = on_the_page(run, layers, 4)
+    got = [run(layers, i) for i in range(4)]
+    pages.clear()
+    assert [*got, *(run(layers, i) for i in range(4))] == want * 2 and not pages
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
+def test_a_second_derivative_is_refused(recipe: str) -> None:
+    layers = prepared(recipe)
+    for i in range(4):
+        x = tokens(layers, i).requires_grad_()
+        with pytest.raises(ValueError, match="cannot be differentiated twice"):
+            torch.autograd.grad(layers[0](x).sum(), x, create_graph=True)
+        step(layers, tokens(layers, i))
+
+
+def test_more_kinds_of_calls_than_are_remembered(pages: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST", 3)
+    layers = prepared("int8", n=1)
+    for rows in range(1, 6):
+        check(called(plain, rows), layers, pages)
+        assert 1 <= len(replay._steps) <= 3
+
+    def wide(layers: Layers, i: int) -> list[Tensor | None]:
+        return step(layers, tokens(layers, 0, 9), grad=lambda y: wave(y.new_ones(9, 200 + 8 * i))[:, :128])
+
+    check(wide, layers, pages, kinds=2, repeated=False)
+    assert max(len(kind.backward) for kind in replay._steps.values()) == 3
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_a_model_is_copied_and_pickled_after_its_steps(recipe: str) -> None:
+    layers = prepared(recipe)
+    for i in range(3):
+        step(layers, tokens(layers, i))
+    others = copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))
+    want = step(layers, tokens(layers, 3))
+    assert all(all(map(same_bytes, step(other, tokens(layers, 3)), want)) for other in others)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
+def test_threads_train_layers_at_once(recipe: str) -> None:
+    models = [prepared(recipe) for _ in range(2)]
+    want = on_the_page(called(plain), copy.deepcopy(models[0]), 6)
+
+    def work(layers: Layers) -> bool:
+        return all(all(map(same_bytes, called(plain)(layers, i), want[i])) for i in range(6))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, models)) == [True, True] and not program.recorders
+
+
+# What a key has to tell apart
+
+
+def _cast(layers: Layers, i: int) -> list[Tensor | None]:
+    """Layers whose tensors have autocast's dtype, with and without it."""
+    with torch.autocast(layers[0].weight.device.type, BF16, enabled=i % 4 > 1):
+        return step(layers, tokens(layers, i))
+
+
+def _weight_dtype(layers: Layers, i: int) -> list[Tensor | None]:
+    layers[0].weight.data = layers[0].weight.data.to(torch.float32 if i % 2 else BF16) * (1 + i / 128)
+    return step(layers, tokens(layers, i).to(BF16))
+
+
+def _weight_as_input(layers: Layers, i: int) -> list[Tensor | None]:
+    return step(layers, tokens(layers, i, 128), lambda layer, h: layer(layer.weight if i % 4 < 2 else h))
+
+
+def _input_as_gradient(layers: Layers, i: int) -> list[Tensor | None]:
+    x = tokens(layers, i, 128)
+    return step(layers, x, lambda layer, h: layer(x), lambda y: x if i % 4 < 2 else wave(y))
+
+
+TOLD_APART: dict[str, tuple[str, Run]] = {
+    "autocast": ("fp8-hybrid", _cast),
+    "dtype of the weight": ("torchao-int8", _weight_dtype),
+    "weight as input": ("nvfp4", _weight_as_input),
+    "input as gradient": ("nvfp4-weight", _input_as_gradient),
+}
+
+
+@pytest.mark.parametrize("what", TOLD_APART)
+def test_calls_that_are_not_alike_share_no_program(what: str, pages: Counter[str]) -> None:
+    recipe, run = TOLD_APART[what]
+    check(run, prepared(recipe, bias=False), pages, kinds=2, repeated=False)

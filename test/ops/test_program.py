@@ -1,0 +1,242 @@
+"""A recorded program gives the bits of its function on other tensors, and there is none where that is not certain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bytes
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from aoquant.ops import program
+from aoquant.ops.program import Program, record
+
+Function = Callable[..., Sequence[Tensor | None]]
+AT = torch.tensor([2, 0])
+
+
+@pytest.fixture(autouse=True)
+def as_in_an_autograd_function() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+    assert not program.recorders
+
+
+def defect(function: Function, reason: str) -> Any:
+    return pytest.param(function, marks=pytest.mark.xfail(strict=True, reason=f"defect of program.py: {reason}"))
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 6), torch.randn(4, 6)
+
+
+def recorded(function: Function, *arguments: Tensor | None) -> Program | None:
+    """Record a call, and check that its results and its arguments are as in a call that is not recorded."""
+    given = [None if t is None else t.clone() for t in arguments]
+    with torch.random.fork_rng(devices=[]):
+        want = function(*given)
+    results, made = record(lambda: function(*arguments), arguments)
+    assert all(map(same_bytes, results, want)) and all(map(same_bytes, arguments, given))
+    return made
+
+
+# What is repeated
+
+
+def _written(x: Tensor, y: Tensor) -> list[Tensor]:
+    t = torch.empty_like(x)
+    t[0].fill_(3)
+    t[1:] = x[1:]
+    t.view(-1)[5:7].add_(y[0, :2])
+    t.t().mul_(2)
+    before = t + 1
+    return [t, t[2:], before, t.exp_().sum(0)]
+
+
+def _several(x: Tensor, y: Tensor) -> list[Tensor]:
+    first, second = x.split(2)
+    return [second, *torch.max(y, 1), *x.unbind(1)[:2], *torch.frexp(first + 1)]
+
+
+REPEATED: dict[str, Any] = {
+    "operators": lambda x, y: [x * y + 1, x @ y.t(), torch.addmm(y[:, :4], x, y.t()).to(torch.bfloat16)],
+    "views": lambda x, y: [x.t(), y.view(-1), x[1:, ::2] + y[1:, ::2], x.view(torch.int32), x.detach()],
+    "writes of intermediates": _written,
+    "lists": lambda x, y: [torch.cat((x, y)), torch.stack([y, x, y], 1), torch.zeros(4, 6).index_put_((AT,), y[:2])],
+    "several results": _several,
+    "keywords": lambda x, y: [torch.mul(x, other=y, out=torch.empty_like(x)), torch.addcmul(x, tensor1=y, tensor2=x)],
+    "numbers in front": lambda x, y: [2**x, 1 - y, torch.where(x > 0, 1.0, y), torch.clamp(x, max=y)],
+    "arguments as results": lambda x, y: [y, None, x, x + 1, y],
+    "constants": lambda x, y: [x + AT.sum(), y * torch.tensor(3.0), x[AT]],
+    "lists with None": defect(lambda x, y: [x[:, AT]], "_slot(None) raises AttributeError"),
+}
+
+
+@pytest.mark.parametrize("large", [1, 1 << 20], ids=["let-go-early", "let-go-late"])
+@pytest.mark.parametrize("function", REPEATED.values(), ids=REPEATED)
+def test_a_program_has_the_bits_of_its_function(function: Function, large: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(program, "LARGE", large)
+    repeat = recorded(function, *pair())
+    assert repeat is not None
+    for _ in range(2):
+        given = pair()
+        before = [t.clone() for t in given]
+        got, want = repeat(given), function(*given)
+        assert len(got) == len(want) and all(map(same_bytes, got, want)) and all(map(same_bytes, given, before))
+        for t, w in zip(got, want, strict=True):  # an argument is returned itself
+            assert t is w or (t is not None and w is not None and t.stride() == w.stride())
+
+
+def test_an_argument_may_be_missing() -> None:
+    function: Function = lambda x, bias, y: [x * y if bias is None else x * y + bias]  # noqa: E731
+    (x, y), given = pair(), pair()
+    repeat = recorded(function, x, None, y)
+    assert repeat is not None
+    assert same_bytes(repeat([given[0], None, given[1]])[0], given[0] * given[1])
+
+
+def test_steps_that_nothing_reads_are_left_out() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        (torch.empty_like(x) + x).t().softmax(0).split(2)
+        return [x * 2]
+
+    repeat = recorded(function, pair()[0])
+    assert repeat is not None and len(repeat._steps) == 1
+
+
+# What is not recorded
+
+UNCERTAIN: dict[str, Any] = {
+    "item": lambda x, y: [x * y.sum().item()],
+    "branch": lambda x, y: [x if (y > 0).all() else -x],
+    "equal": lambda x, y: [x * torch.equal(x, y)],
+    "place in a storage": lambda x, y: [x.as_strided((4,), (1,), 3)],
+    "random numbers": lambda x, y: [x + torch.rand_like(y)],
+    "size": defect(lambda x, y: [x * len(x[y > 0])], "an operator with Tag.dynamic_output_shape is recorded"),
+}
+UNSEEN = "a write of a list of tensors is not seen, and made twice"
+WRITES: dict[str, Any] = {
+    "write": lambda x, y: [x.mul_(2) + y],
+    "view": lambda x, y: [x.t()[1].mul_(2), y],
+    "out": lambda x, y: [torch.add(x, y, out=x) + 1],
+    "list": defect(lambda x, y: [torch._foreach_mul_([x[1:]], 2.0), x + y][1:], UNSEEN),
+}
+
+
+@pytest.mark.parametrize("function", UNCERTAIN.values(), ids=UNCERTAIN)
+def test_there_is_no_program_where_another_call_may_differ(function: Function) -> None:
+    assert recorded(function, *pair()) is None
+
+
+@pytest.mark.parametrize("function", WRITES.values(), ids=WRITES)
+def test_there_is_no_program_where_an_argument_is_written(function: Function) -> None:
+    x, y = pair()
+    once = x.clone()
+    want = function(once, y)
+    results, repeat = record(lambda: function(x, y), (x, y))
+    assert repeat is None and same_bytes(x, once) and all(map(same_bytes, results, want))
+
+
+def test_there_is_no_program_where_a_view_was_made_before() -> None:
+    x, y = pair()
+    for function in (lambda t: [t * 2], lambda t: [t]):
+        for view in (x.t(), x.detach()):
+            results, repeat = record(lambda f=function, view=view: f(view), (x, y))  # type: ignore[misc]
+            assert repeat is None and same_bytes(results[0], function(view)[0])
+
+
+@pytest.mark.parametrize("function", [defect(lambda a, b: [a - 2 * b], "_slots.setdefault gives both one slot")])
+def test_two_arguments_that_are_one_tensor_may_be_two_later(function: Function) -> None:
+    x, y = pair()
+    repeat = recorded(function, x, x)
+    assert repeat is None or same_bytes(repeat([x, y])[0], function(x, y)[0])
+
+
+REPEATS = "a write of a tensor that was made before, and is no argument, is made twice"
+STATE = {
+    "read": lambda state, x: [x * state.add_(1)],
+    "result": defect(lambda state, x: [state.add_(1)], REPEATS),
+    "unread": defect(lambda state, x: [state.add_(1), x + 1][1:], REPEATS),
+}
+
+
+@pytest.mark.parametrize("function", STATE.values(), ids=STATE)
+def test_there_is_no_program_of_a_function_with_state(function: Function) -> None:
+    state, (x, _) = torch.zeros(()), pair()
+    results, repeat = record(lambda: function(state, x), (x,))
+    assert repeat is None and same_bytes(results[0], function(torch.zeros(()), x)[0])
+
+
+@pytest.mark.parametrize("unseen", [0, 1])
+def test_there_is_no_program_where_a_launch_was_not_seen(unseen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Launch` tells the recorder of each launch, and Triton's hook counts all. Both are played here."""
+    total = [0]
+
+    @contextmanager
+    def counted() -> Iterator[list[int]]:
+        yield total
+
+    def kernel(read: Tensor, write: Tensor) -> None:  # reads addresses alone
+        write.view(-1).copy_(read.view(-1) + 1)
+
+    def function() -> list[Tensor]:
+        out = torch.empty(24)
+        given = [x.view(-1), out[:24]]
+        total[0] += 1 + unseen
+        program.recorders[threading.get_ident()].launched(kernel, given, True)
+        with _disable_current_modes():
+            kernel(*given)
+        return [out.view(4, 6) * 2]
+
+    monkeypatch.setattr(program, "count_launches", [counted])
+    x, other = pair()
+    results, repeat = record(function, (x,))
+    assert same_bytes(results[0], (x + 1) * 2) and (repeat is None) == bool(unseen)
+    assert repeat is None or same_bytes(repeat((other,))[0], (other + 1) * 2)
+
+
+# Threads and errors
+
+
+def test_what_another_thread_runs_is_not_recorded() -> None:
+    x, other = pair()
+
+    def function() -> list[Tensor]:
+        made = x * 3
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: [program.recording(), x.sum().item() > 1e9]).result() == [False, False]
+        assert program.recording()
+        return [made.mul(2).add_(1)]
+
+    results, repeat = record(function, (x,))
+    assert repeat is not None and len(repeat._steps) == 3
+    assert same_bytes(results[0], x * 3 * 2 + 1) and same_bytes(repeat((other,))[0], other * 3 * 2 + 1)
+
+
+def test_threads_record_at_once_and_an_error_ends_a_recording() -> None:
+    gate = threading.Barrier(4)
+
+    def work(i: int) -> bool:
+        x, other = torch.full((4, 6), float(i)), torch.full((4, 6), float(i + 10))
+
+        def function() -> list[Tensor]:
+            made = x * i
+            gate.wait(30)
+            if i % 2:
+                raise KeyError(i)
+            return [made + x.cos()]
+
+        try:
+            _, repeat = record(function, (x,))
+        except KeyError:
+            return bool(i % 2) and not program.recording()
+        return repeat is not None and same_bytes(repeat((other,))[0], other * i + other.cos())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [True] * 4
