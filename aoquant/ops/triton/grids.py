@@ -12,6 +12,7 @@ threads share one.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from aoquant.formats.scales import float32, reciprocal
 from ..quantized import Side
 from .amax_kernels import PARTIALS, absmax_partials, row_absmax
 from .element_codes import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
-from .launch import on
+from .launch import LAUNCHES, Launch
 
 TILE = 512
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -287,6 +288,31 @@ def _decode(
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@lru_cache(LAUNCHES)
+def _encoder(format: FourOverSix, rows: int, k: int, codes: bool, values: str) -> Launch:
+    even, odd = format.shifts
+    c = float32(even)
+    tops = dict[str, float]()
+    for names, top in (("v6 r6", 6 + c), ("v4 r4", 4 + c), ("p6 q6", 6 - c), ("p4 q4", 4 - c)):
+        tops |= dict(zip(names.split(), (float32(top), reciprocal(float32(top))), strict=True))
+    return Launch(
+        _encode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // 16, groups=k // 16,
+        known=format.fixed[0] if format.fixed else 0.0, shift=c, **tops, EFFORT=_EFFORTS[format.effort],
+        ALTERNATING=odd != even, ROUGH=c <= 0.29, ROWS=format.outer == "row", CODES=codes, VALUES=values,
+        NB=TILE // format.block, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
+    )  # fmt: skip
+
+
+@lru_cache(LAUNCHES)
+def _decoder(format: FourOverSix, rows: int, k: int, by_row: bool, outer: bool) -> Launch:
+    even, odd = format.shifts
+    return Launch(
+        _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // 16, groups=k // 16, OUTER_STRIDE=int(by_row),
+        shift=float32(even), TILE_ROWS=format.tile, FLIPS=even != 0, ALTERNATING=odd != even, OUTER=outer,
+        NB=TILE // format.block, B=format.block, **LAUNCH,
+    )  # fmt: skip
+
+
 def encode(
     format: FourOverSix,
     x_RK: Tensor,
@@ -301,24 +327,15 @@ def encode(
     measured, mix: not used.
     """
     x_RK = x_RK.contiguous()
-    (rows, k), device, nb = x_RK.shape, x_RK.device, TILE // format.block
+    (rows, k), device = x_RK.shape, x_RK.device
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // 16, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     by_row = format.outer == "row"
     outer = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=device)
-    even, odd = format.shifts
-    c = float32(even)
-    tops = [float32(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
-    with on(x_RK):
-        found = None if format.fixed else (row_absmax if by_row else absmax_partials)(x_RK, finite=True)
-        _encode[(triton.cdiv(rows * k, TILE),)](
-            x_RK, found, codes, scale, outer, values, rows * k // 16, k // 16,
-            format.fixed[0] if format.fixed else 0.0, c, *(n for v in tops for n in (v, reciprocal(v))),
-            EFFORT=_EFFORTS[format.effort], ALTERNATING=odd != even, ROUGH=c <= 0.29,
-            ROWS=by_row, CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
-            NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
-        )  # fmt: skip
+    found = None if format.fixed else (row_absmax if by_row else absmax_partials)(x_RK, finite=True)
+    launch = _encoder(format, rows, k, keep, "" if dtype is None else "operand" if operand else "decode")
+    launch(x_RK, found, codes, scale, outer, values)
     if codes is None or scale is None:
         return Side(None, values, outer)
     return Side(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)
@@ -329,12 +346,6 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     assert e.scale is not None and e.outer is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    even, odd = format.shifts
-    with on(e.codes):
-        _decode[(triton.cdiv(rows * e.k, TILE),)](
-            e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
-            1 if e.outer.shape[0] > 1 else 0, float32(even),
-            TILE_ROWS=format.tile, FLIPS=even != 0, ALTERNATING=odd != even, OUTER=not operand,
-            NB=TILE // format.block, B=format.block, **LAUNCH,
-        )  # fmt: skip
+    codes, scale = e.codes.contiguous(), e.scale.contiguous().view(torch.uint8)
+    _decoder(format, rows, e.k, e.outer.shape[0] > 1, not operand)(codes, scale, e.outer, values)
     return values
