@@ -223,7 +223,7 @@ def _is_page(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bo
         or given.parts is not None
         or not x.numel()
         or x is w
-        or bool((x.data_ptr() | w.data_ptr()) % 16)  # type: ignore[union-attr]
+        or bool((x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16)  # type: ignore[union-attr]
         or _unusual(x)
     )
 

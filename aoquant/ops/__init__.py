@@ -10,6 +10,7 @@
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
     router.py     which backend runs a request, and why the others do not
+    program.py    the kernels of a function, recorded and repeated
     flops.py      what PyTorch's FlopCounterMode counts
     contracts.py  down to which rounding a GEMM is defined
 

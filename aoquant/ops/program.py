@@ -12,7 +12,7 @@ written, no launch went past `Launch`, and a first run gives the bits of the fun
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -133,12 +133,14 @@ class Recorder(TorchDispatchMode):
         self._tensors: list[Tensor | None] = list(arguments)  # of each slot; held, so that an id is one tensor's
         self._slots: dict[int, int] = {}
         for slot, t in enumerate(arguments):
-            if t is not None:
-                self._slots.setdefault(id(t), slot)
+            if t is not None and self._slots.setdefault(id(t), slot) != slot:
+                self.refuse("two arguments are one tensor, and may be two later")
         self._storages = {t.untyped_storage()._cdata for t in arguments if t is not None}
+        self._foreign: set[int] = set()  # storages of other tensors that were there before
         self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
         self._steps: list[tuple[Any, list[int], int]] = []
         self._made: set[int] = set()
+        self._own: set[int] = set()  # storages of what was made
         self._large: set[int] = set()
 
     def refuse(self, reason: str) -> None:
@@ -186,6 +188,7 @@ class Recorder(TorchDispatchMode):
         if slot is None:
             if t.untyped_storage()._cdata in self._storages:
                 self.refuse("it reads a view of an argument that was made before")
+            self._foreign.add(t.untyped_storage()._cdata)
             slot = self._new(t)
         return slot
 
@@ -196,14 +199,17 @@ class Recorder(TorchDispatchMode):
 
     def _operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         schema = func._schema
-        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        given = _tensors((*args, *kwargs.values()))
+        by_numbers = func is _aten.index.Tensor and not any(t.dtype in (torch.bool, torch.uint8) for t in given[1:])
+        if torch.Tag.dynamic_output_shape in func.tags and not by_numbers:
+            self.refuse(f"{func} makes as many values as there are")
         if schema.is_mutable:
             named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
             written = [
                 named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
             ]
-            if any(isinstance(t, Tensor) and t.untyped_storage()._cdata in self._storages for t in written):
-                self.refuse(f"{func} writes an argument")
+            if any(t.untyped_storage()._cdata not in self._own for t in _tensors(written)):
+                self.refuse(f"{func} writes a tensor that was there before")
         if func is _aten.as_strided.default and args[0].untyped_storage()._cdata in self._storages:
             self.refuse(f"{func} counts from the beginning of an argument's storage")
         several = isinstance(made, (tuple, list))
@@ -240,7 +246,10 @@ class Recorder(TorchDispatchMode):
     def _result(self, function: Any, places: list[int], made: Tensor) -> None:
         slot = self._new(made)
         self._made.add(slot)
-        if made.untyped_storage().nbytes() >= LARGE:
+        storage = made.untyped_storage()
+        if storage._cdata not in self._storages | self._foreign:
+            self._own.add(storage._cdata)
+        if storage.nbytes() >= LARGE:
             self._large.add(slot)
         self._steps.append((function, places, slot))
 
@@ -249,30 +258,31 @@ class Recorder(TorchDispatchMode):
         first = next(i for i, a in enumerate((*args, None)) if not isinstance(a, Tensor))
         rest = dict(zip((a.name for a in func._schema.arguments[first:]), args[first:], strict=False)) | kwargs
         slots = [self._slot(t) for t in args[:first]]
-        names = [name for name, value in rest.items() if isinstance(value, Tensor)]
-        lists = {name: value for name, value in rest.items() if _has_tensors(value)}
-        if not names and not lists:
+        holds = {name: _tensors((value,)) for name, value in rest.items()}
+        slots += [self._slot(t) for tensors in holds.values() for t in tensors]
+        if len(slots) == first:
             return partial(func._op, **rest) if rest else func._op, slots
-        slots += [self._slot(rest[name]) for name in names]
-        counts = {name: len(value) for name, value in lists.items()}
-        slots += [self._slot(t) for value in lists.values() for t in value]
-        fixed = {name: value for name, value in rest.items() if name not in (*names, *lists)}
-        return partial(_named, func._op, first, names, counts, fixed), slots
+        return partial(_filled, func._op, first, rest, [name for name in rest if holds[name]]), slots
 
 
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists among them."""
+    found = list[Tensor]()
+    for value in values:
+        found += [t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)]
+    return found
 
 
-def _named(
-    op: Any, first: int, names: Sequence[str], lists: dict[str, int], fixed: dict[str, Any], *tensors: Tensor
-) -> Any:
-    """Call an operator that has tensors behind other arguments, or lists of tensors."""
-    at = first + len(names)
-    given = dict(zip(names, tensors[first:at], strict=True))
-    for name, count in lists.items():
-        given[name], at = list(tensors[at : at + count]), at + count  # type: ignore[assignment]
-    return op(*tensors[:first], **fixed, **given)
+def _filled(op: Any, first: int, rest: dict[str, Any], names: Sequence[str], *tensors: Tensor) -> Any:
+    """Call an operator that has tensors behind other arguments, or in lists. names: of arguments with tensors."""
+    behind, given = iter(tensors[first:]), rest.copy()
+    for name in names:
+        value = rest[name]
+        if isinstance(value, Tensor):
+            given[name] = next(behind)
+        else:
+            given[name] = [next(behind) if isinstance(t, Tensor) else t for t in value]
+    return op(*tensors[:first], **given)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

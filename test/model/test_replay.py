@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bytes
+from support.linear_cases import counting
+from support.meters import saved
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -169,11 +171,15 @@ def _without_gradient(layers: Layers, i: int) -> list[Tensor | None]:
     return step(layers, tokens(layers, i), lambda layer, h: layer(h if i % 2 else h.detach()))
 
 
+def _strides(layers: Layers, i: int) -> list[Tensor | None]:
+    return step(layers, tokens(layers, i, 128), lambda layer, h: layer(h.t() if i % 2 else h))
+
+
 def _bias(layers: Layers, i: int) -> list[Tensor | None]:
-    """With a bias, without one, and with one that starts at an odd address."""
+    """With a frozen bias, without one, and with one that starts at an odd address."""
     for layer in layers:
         odd = torch.cat((layer.weight[0, :1], layer.weight[0])).detach()[1:]
-        layer.bias = None if i % 3 == 1 else nn.Parameter(odd if i % 3 else odd.clone())
+        layer.bias = None if i % 3 == 1 else nn.Parameter(odd if i % 3 else odd.clone(), requires_grad=False)
     return step(layers, tokens(layers, i))
 
 
@@ -201,10 +207,10 @@ WAYS: dict[str, tuple[Run, dict[str, Any]]] = {
     "retain_graph": (_retained, {}),
     "frozen": (_frozen, {"kinds": 3}),
     "input without gradient": (_without_gradient, {"kinds": 2}),
-    "biases": (_bias, {"kinds": 3}),
+    "biases": (_bias, {"kinds": 3, "repeated": False}),
     "layouts of gradients": (_layouts, {"kinds": 3}),
     "shapes": (lambda layers, i: step(layers, tokens(layers, i, *((2, 24), (48,), (7,))[i % 3])), {"kinds": 3}),
-    "transposed input": (called(lambda layer, h: layer(h.t()), 128), {}),
+    "strides": (_strides, {"kinds": 2}),
     "every second row": (called(lambda layer, h: layer(h[:, ::2])), {}),
     "odd address": (called(lambda layer, h: layer(h.view(-1)[1:].unfold(0, 128, 128)), 9), {"repeated": False}),
     "a layer behind itself": (called(lambda layer, h: layer(layer(h))), {}),
@@ -226,14 +232,27 @@ def test_ways_to_train(recipe: str, way: str, device: torch.device, pages: Count
 
 
 def test_a_mode_that_watches_operators_sees_them() -> None:
-    def run(layers: Layers, i: int) -> list[Tensor | None]:
-        with FlopCounterMode(display=False) if i % 4 == 3 else nullcontext() as mode:
+    def run(layers: Layers, i: int) -> list[int]:
+        with FlopCounterMode(display=False) as flops:
             step(layers, tokens(layers, i))
-        return [torch.tensor(0 if mode is None else mode.get_total_flops())]
+        with counting("matmul", "gradients") as calls:
+            step(layers, tokens(layers, i))
+        return [flops.get_total_flops(), *map(len, calls.values())]
 
     layers = prepared("nvfp4")
-    want = on_the_page(run, layers, 4)
-    assert [run(layers, i) for i in range(8)] == want * 2 and want[3][0] > 0  # type: ignore[operator]
+    (want,) = on_the_page(run, layers, 1)
+    for i in range(4):
+        step(layers, tokens(layers, i))
+        assert run(layers, i) == want == [want[0], 2, 2] and want[0] > 0
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-nvfp4", "nvfp4-hp"])
+def test_layers_with_one_input_keep_its_codes_once(recipe: str, pages: Counter[str]) -> None:
+    def run(layers: Layers, i: int) -> list[Tensor | None]:
+        x = tokens(layers, i).requires_grad_()
+        return [torch.tensor(saved(layers, lambda x: torch.cat([layer(x) for layer in layers]), x))]
+
+    check(run, prepared(recipe), pages)
 
 
 @pytest.mark.parametrize("recipe", SOME)

@@ -69,7 +69,11 @@ def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tenso
     """(M, N) of codes and their scales, by the GEMM that takes them or by another with the same sums."""
     assert w.scale is not None
     fast = contract == "fp8_scaled_mm"
-    if not _refused or _asked(contract, x_MK, scale, w, bias, dtype) not in _refused:
+    if bias is not None and bias.data_ptr() % 16:  # a part of a flat buffer: cuBLAS loads vectors
+        bias = bias.clone()
+    # under autocast a bias may be float32, which cuBLAS refuses beside an output of 16 bits
+    taken = bias is None or bias.dtype is dtype or dtype is torch.float32
+    if taken and (not _refused or _asked(contract, x_MK, scale, w, bias, dtype) not in _refused):
         # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
         late = bias if dtype == torch.float32 else None
         try:
