@@ -83,8 +83,10 @@ def training_step() -> str:
 
 def gemma_step() -> str:
     """Return speed and memory of a training step of Gemma 3 270M's shape, over bf16's."""
-    eager = [rows("model_train", hidden="640", how="eager", batch=batch) for batch in ("8", "32")]
-    lines = [(named(name), *(ratio(only(of, variant=name)[key]) for key in ("speed", "of_bf16_peak") for of in eager))
+    eager = [
+        {row["variant"]: row for row in rows("model_train", hidden="640", how="eager", batch=b)} for b in ("8", "32")
+    ]
+    lines = [(named(name), *(ratio(of[name][key]) for key in ("speed", "of_bf16_peak") for of in eager))
              for name in ("int4-g128", "nvfp4", "mxfp4", "fp8")]  # fmt: skip
     return table(("recipe", "tokens/s, 8 x 2048", "32 x 2048", "peak memory, 8 x 2048", "32 x 2048"), lines)
 

@@ -29,8 +29,9 @@ from aoquant.linear.checks import (
     refuse_second_derivative,
     refuse_transforms,
 )
-from aoquant.linear.function import keep, kept, pulled_back, quantized_linear
+from aoquant.linear.function import pulled_back, quantized_linear
 from aoquant.linear.recipe import LinearRecipe, recipe_of
+from aoquant.linear.saved import keep, kept
 from aoquant.ops import grouped as gemms
 from aoquant.ops import stacks
 

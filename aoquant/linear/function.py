@@ -44,6 +44,7 @@ from aoquant.linear import replay
 from aoquant.linear.cache import FixedWeight, InputCodes, codes_of_input
 from aoquant.linear.checks import checked, note_run, refuse_second_derivative, unread
 from aoquant.linear.recipe import RECIPES, LinearRecipe
+from aoquant.linear.saved import flat, restored, saved_tensors
 from aoquant.ops import backward as gemms
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -108,10 +109,6 @@ class Saved(NamedTuple):
     amax: Tensor | None = None
 
 
-_REWRITTEN = (
-    "its codes were written between this backward and its forward, by an optimizer's step or masters.refresh(): run every backward "
-    "before the step"
-)
 NO_GRADIENT = Needs(False, False, False, False, False)
 
 
@@ -229,7 +226,11 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        y, tensors, ctx.layout, ctx.step = replay.forward(multiply, x, w, bias, given, needs)
+        if x.device.type in replay.DEVICES:
+            y, tensors, ctx.layout, ctx.step = replay.forward(multiply, x, w, bias, given, needs)
+        else:
+            (y, saved), ctx.step = multiply(x, w, bias, given, needs), None
+            tensors, ctx.layout = flat(saved)
         ctx.save_for_backward(*tensors)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
         ctx.parts, ctx.rank, ctx.delayed = given.parts, given.rank, given.delayed
@@ -257,7 +258,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
-    recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, replay.restored(tensors, ctx.layout)
+    recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, restored(tensors, ctx.layout)
     x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
     x_as: Any = recipe.fprop_input
     random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
@@ -437,30 +438,6 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
     if operand is None or operand.transform is None:
         return grad_RK if clipped is None else ops.masked(grad_RK, clipped)
     return ops.pull_back(grad_RK, operand, None if held is None else held.transform, clipped)
-
-
-def keep(ctx: Any, saved: NamedTuple) -> None:
-    """Hand a NamedTuple of tensors, `Encoded` and `Scales` to autograd, which knows a flat list of tensors."""
-    tensors, ctx.layout = replay.flat(saved)
-    ctx.save_for_backward(*tensors)
-
-
-def kept(ctx: Any, packed_fqn: str = "") -> Any:
-    """Return the NamedTuple that `keep` was given. packed_fqn: as of `saved_tensors`."""
-    return replay.restored(saved_tensors(ctx, packed_fqn), ctx.layout)
-
-
-def saved_tensors(ctx: Any, packed_fqn: str = "") -> Sequence[Tensor | None]:
-    """Return what was saved for backward. packed_fqn: the layer's name, where an optimizer's step writes its codes in
-    place.
-    """
-    try:
-        tensors: Sequence[Tensor | None] = ctx.saved_tensors
-    except RuntimeError as error:
-        if not packed_fqn or "inplace" not in str(error):
-            raise
-        raise ValueError(f"{packed_fqn}: {_REWRITTEN}") from error
-    return tensors
 
 
 @torch.compiler.disable  # backward communicates too, where a compiler would trace it

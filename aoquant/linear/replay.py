@@ -5,22 +5,22 @@ strides, dtypes, device, and what is shared with other layers. So the second suc
 later ones run the kernels alone, forward and backward apart. Layers with equal calls share their programs. The kernels
 and their order are those of the page, and so are the bits.
 
-Only where the host is what a step waits for: on a GPU. A call that is not ordinary takes the page: scales, transforms
-or codes that the layer holds, sharded weights, dispatch modes, forced backends, a CUDA graph's capture.
+Only on `DEVICES`, where steps wait for the host. A call that is not ordinary takes the page: scales, transforms or
+codes that the layer holds, sharded weights, dispatch modes, forced backends, a CUDA graph's capture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 
-from aoquant.formats import Encoded, Scales
+from aoquant.formats import Encoded
+from aoquant.linear.saved import Layout, flat
 from aoquant.ops import router
 from aoquant.ops.program import Program, record
 
@@ -29,37 +29,7 @@ MOST = 1024  # kinds of calls that are remembered
 NEW, ONCE, NEVER = "new", "once", "never"
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-Layout = tuple[type, list[type], list[int | None]]
 Left = tuple[tuple[int, bool] | None, ...]
-
-
-def flat(saved: NamedTuple) -> tuple[list[Tensor | None], Layout]:
-    """Return (the tensors of a NamedTuple of tensors, `Encoded` and `Scales`; what `restored` needs to rebuild it)."""
-    tensors: list[Tensor | None] = []
-    kinds, widths = list[type](), list[int | None]()
-    for value in saved:
-        kinds.append(type(value))
-        widths.append(value.k if type(value) is Encoded else None)
-        if type(value) is Encoded:
-            tensors += value[:4]
-        elif type(value) is Scales:
-            tensors += value
-        else:
-            tensors.append(value)
-    return tensors, (type(saved), kinds, widths)
-
-
-def restored(given: Any, layout: Layout) -> Any:
-    """Return the NamedTuple that `flat` was given. given: its tensors."""
-    tensors, values = iter(given), list[Any]()
-    for kind, k in zip(*layout[1:], strict=True):
-        if kind is Encoded:
-            values.append(Encoded(*islice(tensors, 4), k))  # type: ignore[call-arg]
-        elif kind is Scales:
-            values.append(Scales(*islice(tensors, 4)))
-        else:
-            values.append(next(tensors))
-    return layout[0](*values)
 
 
 class _Shared:
@@ -212,8 +182,7 @@ _NOTHING = (None,) * 4
 def _is_page(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
     """Return whether the page itself runs a call: it is not ordinary, or nothing waits for the host."""
     return (
-        x.device.type not in DEVICES
-        or type(w) not in _PLAIN
+        type(w) not in _PLAIN
         or type(x) not in _PLAIN
         or (bias is not None and type(bias) not in _PLAIN)
         or given.x_held is not None

@@ -261,8 +261,8 @@ class Recorder(TorchDispatchMode):
         holds = {name: _tensors((value,)) for name, value in rest.items()}
         slots += [self._slot(t) for tensors in holds.values() for t in tensors]
         if len(slots) == first:
-            return partial(func._op, **rest) if rest else func._op, slots
-        return partial(_filled, func._op, first, rest, [name for name in rest if holds[name]]), slots
+            return partial(func, **rest) if rest else func, slots
+        return partial(_filled, func, first, rest, [name for name in rest if holds[name]]), slots
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

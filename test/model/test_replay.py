@@ -172,7 +172,7 @@ def _without_gradient(layers: Layers, i: int) -> list[Tensor | None]:
 
 
 def _strides(layers: Layers, i: int) -> list[Tensor | None]:
-    return step(layers, tokens(layers, i, 128), lambda layer, h: layer(h.t() if i % 2 else h))
+    return step(layers, tokens(layers, i, 6, 6), lambda layer, h: layer(h.transpose(0, 1) if i % 2 else h))
 
 
 def _bias(layers: Layers, i: int) -> list[Tensor | None]:
@@ -211,6 +211,7 @@ WAYS: dict[str, tuple[Run, dict[str, Any]]] = {
     "layouts of gradients": (_layouts, {"kinds": 3}),
     "shapes": (lambda layers, i: step(layers, tokens(layers, i, *((2, 24), (48,), (7,))[i % 3])), {"kinds": 3}),
     "strides": (_strides, {"kinds": 2}),
+    "no rows": (called(plain, 0), {"repeated": False}),
     "every second row": (called(lambda layer, h: layer(h[:, ::2])), {}),
     "odd address": (called(lambda layer, h: layer(h.view(-1)[1:].unfold(0, 128, 128)), 9), {"repeated": False}),
     "a layer behind itself": (called(lambda layer, h: layer(layer(h))), {}),

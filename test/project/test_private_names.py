@@ -112,6 +112,7 @@ USES = [
         "is_traceable_wrapper_subclass return_and_correct_aliasing",
         "what every tensor subclass of torchao's builds on",
     ),
+    ("torch.utils._python_dispatch", "TorchDispatchMode", "the operators that a function runs, to repeat them"),
     (
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",

@@ -164,6 +164,26 @@ def test_packed_prepared_converted_and_reloaded_are_equal(case: str, tmp_path: P
     assert torch.equal(outputs(aoquant.load_pretrained(tmp_path)), wanted)
 
 
+@few_tokens
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-4over6", "mxfp4", "int4-g32", "int8", "gridflip"])
+def test_scales_follow_weights_that_train_from_a_fold_and_are_held_where_codes_were_chosen(recipe: str) -> None:
+    """Under held scales block scales would stay those of the first weights. Four-over-six chooses codes and scales
+    together, so that only scales that follow them are possible.
+    """
+    for method, scales in (("awq", "dynamic"), ("r2", "dynamic"), ("awq+gptq", "static")):
+        model = llama_of_a_block()
+        if scales == "static" and recipe in ("nvfp4-4over6", "gridflip"):
+            continue
+        calibrate_ptq(model, BATCHES, CalibrateConfig(recipe, method), step="prepare")
+        layer: Any = model.model.layers[0].mlp.down_proj
+        assert layer.prepared.recipe.weight_scales == scales
+        with torch.no_grad():
+            layer.weight *= 3
+        operand, weight = layer.prepared.recipe.fprop_weight, layer.weight.detach()
+        anew = operand.decode(operand.encode(weight), weight.dtype)
+        assert torch.equal(layer.quantised_weight(), anew) == (scales == "dynamic")
+
+
 def llama_of_a_block() -> Any:
     torch.manual_seed(0)
     return llama(tied=True, num_hidden_layers=1, hidden_size=64, intermediate_size=96)

@@ -101,10 +101,10 @@ EQUIVALENT = [
         "No format has codes of K = 0, so k is never 0.",
     ),
     Equivalent(
-        "linear/function.py",
-        "for kind, k in zip(ctx.kinds, ctx.widths, strict=True):",
-        "for kind, k in zip(ctx.kinds, ctx.widths, strict=False):",
-        "`_save` makes both lists of one value each of the same tuple.",
+        "linear/saved.py",
+        "for kind, k in zip(*layout[1:], strict=True):",
+        "for kind, k in zip(*layout[1:], strict=False):",
+        "`flat` makes both lists of one value each of the same tuple.",
     ),
     Equivalent(
         "ops/call.py",
