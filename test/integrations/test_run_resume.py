@@ -291,6 +291,30 @@ def test_the_models_of_a_stage_do_not_outlive_it(run: Any, monkeypatch: pytest.M
     assert len(left) == 2 and left[1] <= left[0]
 
 
+@pytest.mark.parametrize(("recipe", "method"), [("nvfp4", "gptq"), ("nvfp4-4over6", "awq")])
+def test_a_run_trains_from_calibrated_ptq_and_goes_on(
+    run: Any, scored: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str, method: str
+) -> None:
+    """Its PTQ is another one than the nearest codes, and the converted model equals the trained one."""
+    assert run("--recipe", recipe, "--out", "nearest")[0] == 0
+    nearest, given = list(scored), ("--recipe", recipe, "--ptq", method, "--samples", "4")
+    scored.clear()
+    assert run(*given, "--out", "whole")[0] == 0
+    whole, evaluate = list(scored), job.evaluate
+    assert whole[0] == nearest[0] and whole[1] != nearest[1] and whole[2] != nearest[2] and whole[3] == whole[2]
+    scored.clear()
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(job, "evaluate", stop)
+    assert run(*given, "--out", "parts")[0] == 130 and scored == whole[:2]
+    monkeypatch.setattr(job, "evaluate", evaluate)
+    assert run(*given, "--out", "parts")[0] == 0 and scored == whole
+
+
 def test_a_second_run_in_a_folder_at_work_is_refused(
     run: Any, scored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

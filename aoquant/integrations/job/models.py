@@ -163,7 +163,7 @@ def _patterns(names: list[str], every: list[str]) -> list[str]:
 
 
 def prepare_calibrated(model: nn.Module, config: Any, o: Options, blocks_BT: Tensor, documents: Documents) -> None:
-    """Prepare with the codes that GPTQ chooses on blocks of calibration text."""
+    """Prepare with codes that are chosen, or weights that are folded, on blocks of calibration text."""
     device = next(model.parameters()).device
     if len(blocks_BT) < o.samples:
         print(f"calibrated on {len(blocks_BT)} blocks, the whole text: --samples {o.samples}", file=sys.stderr)

@@ -72,8 +72,9 @@ class Calibration:
     """How codes are chosen before the fine-tune."""
 
     ptq: str = "nearest"
-    """nearest: round each weight. gptq: choose codes on calibration data; training goes on from them under their
-    scales. awq, smoothquant, clip, r1, r2, or several joined by +: as `aoquant convert` has them."""
+    """nearest: round each weight. gptq, clip: choose codes on calibration data; training goes on from them under their
+    scales. awq, smoothquant, r1, r2: change the float weights first; training goes on from those. Several joined by +:
+    as `aoquant convert` has them."""
     calibrate: Path | None = None
     """A file of text (.txt, .jsonl, .xz) for --ptq; the first one of --train-text by default."""
     samples: int = 128
