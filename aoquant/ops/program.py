@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 _log = logging.getLogger("aoquant.program")
 _aten = torch.ops.aten
@@ -30,6 +31,7 @@ _EMPTY = (
     _aten.new_empty_strided.default,
 )  # fmt: skip
 
+_HERE = object()
 LARGE = 1 << 20  # bytes of a result that is let go behind its last reader, and not at the end
 
 # The recorder of each thread that records. Other threads run as usual meanwhile.
@@ -258,11 +260,13 @@ class Recorder(TorchDispatchMode):
         first = next(i for i, a in enumerate((*args, None)) if not isinstance(a, Tensor))
         rest = dict(zip((a.name for a in func._schema.arguments[first:]), args[first:], strict=False)) | kwargs
         slots = [self._slot(t) for t in args[:first]]
-        holds = {name: _tensors((value,)) for name, value in rest.items()}
-        slots += [self._slot(t) for tensors in holds.values() for t in tensors]
-        if len(slots) == first:
+        holds = {name: tensors for name, value in rest.items() if (tensors := _tensors((value,)))}
+        if not holds:
             return partial(func, **rest) if rest else func, slots
-        return partial(_filled, func, first, rest, [name for name in rest if holds[name]]), slots
+        slots += [self._slot(t) for tensors in holds.values() for t in tensors]
+        # a program holds none of the tensors that it was recorded with
+        rest |= {name: tree_map_only(Tensor, lambda _: _HERE, rest[name]) for name in holds}
+        return partial(_filled, func, first, rest, list(holds)), slots
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -274,14 +278,13 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _filled(op: Any, first: int, rest: dict[str, Any], names: Sequence[str], *tensors: Tensor) -> Any:
-    """Call an operator that has tensors behind other arguments, or in lists. names: of arguments with tensors."""
+    """Call an operator that has tensors behind other arguments, or in lists. names: of arguments with tensors, where
+    _HERE stands for each.
+    """
     behind, given = iter(tensors[first:]), rest.copy()
     for name in names:
         value = rest[name]
-        if isinstance(value, Tensor):
-            given[name] = next(behind)
-        else:
-            given[name] = [next(behind) if isinstance(t, Tensor) else t for t in value]
+        given[name] = next(behind) if value is _HERE else [next(behind) if t is _HERE else t for t in value]
     return op(*tensors[:first], **given)
 
 

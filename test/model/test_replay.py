@@ -172,7 +172,7 @@ def _without_gradient(layers: Layers, i: int) -> list[Tensor | None]:
 
 
 def _strides(layers: Layers, i: int) -> list[Tensor | None]:
-    return step(layers, tokens(layers, i, 6, 6), lambda layer, h: layer(h.transpose(0, 1) if i % 2 else h))
+    return step(layers, tokens(layers, i, 6, 6), lambda layer, h: layer(h if i % 2 else h.transpose(0, 1)))
 
 
 def _bias(layers: Layers, i: int) -> list[Tensor | None]:

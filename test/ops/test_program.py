@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -243,3 +245,20 @@ def test_threads_record_at_once_and_an_error_ends_a_recording() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [True] * 4
+
+
+def test_a_program_holds_none_of_the_tensors_that_it_was_recorded_with() -> None:
+    given, seen = list(pair()), list[Any]()
+
+    def function() -> list[Tensor]:
+        x, y = given
+        made = [torch.cat((x, y)), torch.where(x > 0, 1.0, y), torch.addcmul(x, tensor1=y, tensor2=x + 1)]
+        seen.extend(weakref.ref(t) for t in (x, y, *made))
+        return made
+
+    results, repeat = record(function, given)
+    assert repeat is not None
+    given.clear()
+    del results
+    gc.collect()
+    assert all(ref() is None for ref in seen)
