@@ -84,7 +84,7 @@ class Step:
 
         def results() -> Sequence[Tensor | None]:
             made, fields = run()
-            found.extend(fields)
+            found[:] = fields
             return made
 
         made, program = record(results, arguments)

@@ -75,17 +75,21 @@ def record(
 ) -> tuple[Sequence[Tensor | None], Program | None]:
     """Return (what `function()` returns, a program that makes it of `arguments`, or None where that is not certain).
 
-    function: reads no other tensors than `arguments` and constants.
+    function: reads no other tensors than `arguments` and constants. It runs again, as usual, where memory ends.
     """
-    recorder = Recorder(arguments)
+    recorder, results = Recorder(arguments), None
     thread = get_ident()
     with _counted() as launches:
         recorders[thread] = recorder
         try:
             with recorder:
                 results = function()
+        except torch.OutOfMemoryError:  # a recorder holds all that is made; without one there may be room
+            del recorder
         finally:
             del recorders[thread]
+    if results is None:
+        return function(), None
     if launches and launches[0] != recorder.launches:
         recorder.refuse(f"{launches[0] - recorder.launches} Triton launches were not seen")
     program = recorder.program(results)

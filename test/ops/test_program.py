@@ -262,3 +262,16 @@ def test_a_program_holds_none_of_the_tensors_that_it_was_recorded_with() -> None
     del results
     gc.collect()
     assert all(ref() is None for ref in seen)
+
+
+def test_where_memory_ends_the_function_runs_without_a_recorder() -> None:
+    x, y = pair()
+
+    def function() -> list[Tensor]:
+        made = x * y
+        if program.recording():
+            raise torch.OutOfMemoryError
+        return [made]
+
+    results, repeat = record(function, (x, y))
+    assert repeat is None and results[0] is not None and same_bytes(results[0], x * y)
