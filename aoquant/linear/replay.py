@@ -77,7 +77,8 @@ class Step:
     ) -> tuple[Sequence[Any], Layout, int, Left]:
         """Run a forward that has no program yet. Return (the results of its program to be, the fields of `Forward`)."""
         if self.forward is not ONCE:
-            self.forward = ONCE if self.forward is NEW else NEVER
+            if self.forward is NEW:  # another thread may have recorded it meanwhile
+                self.forward = ONCE
             made, fields = run()
             return made, *fields
         found = list[Any]()

@@ -27,6 +27,8 @@ from aoquant.linear import function, replay
 from aoquant.ops import program
 from aoquant.recipes import get_recipe, list_recipes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16 = torch.bfloat16
 SOME = ("int4-g128", "nvfp4", "fp8-hybrid", "quartet")
 RECIPES = [r.name for r in list_recipes() if not (r.experts or r.kv_cache)]
