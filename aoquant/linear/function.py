@@ -226,7 +226,7 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        if x.device.type in replay.DEVICES:
+        if x.device.type in replay.DEVICES and w is not None and replay.takes(x, w, bias, given):
             y, tensors, ctx.layout, ctx.step = replay.forward(multiply, x, w, bias, given, needs)
         else:
             (y, saved), ctx.step = multiply(x, w, bias, given, needs), None
@@ -258,6 +258,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, w, bias and both learned scales, None where one is not asked for."""
     recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, restored(tensors, ctx.layout)
     x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
     x_as: Any = recipe.fprop_input

@@ -6,7 +6,9 @@ later ones run the kernels alone, forward and backward apart. Layers with equal 
 and their order are those of the page, and so are the bits.
 
 Only on `DEVICES`, where steps wait for the host. A call that is not ordinary takes the page: scales, transforms or
-codes that the layer holds, sharded weights, dispatch modes, forced backends, a CUDA graph's capture.
+codes that the layer holds, sharded weights, dispatch modes, autocast, forced backends, a CUDA graph's capture.
+Recording waits for the device. So the first `MOST` kinds of calls are recorded and no others: in batches of ever new
+lengths most calls take the page.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+    _len_torch_dispatch_stack,
+)
 
 from aoquant.formats import Encoded
 from aoquant.linear.saved import Layout, flat
@@ -25,7 +32,7 @@ from aoquant.ops import router
 from aoquant.ops.program import Program, record
 
 DEVICES = ("cuda",)
-MOST = 1024  # kinds of calls that are remembered
+MOST = 1024  # kinds of calls that are recorded; and kinds of backwards of each
 NEW, ONCE, NEVER = "new", "once", "never"
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -33,7 +40,7 @@ Left = tuple[tuple[int, bool] | None, ...]
 
 
 class _Shared:
-    """Stands for `InputCodes` in one forward: holds the codes that were found, and those that are left."""
+    """Stand for `InputCodes` in one forward: hold the codes that were found, and those that are left."""
 
     def __init__(self, found: Encoded | None) -> None:
         self.found = found
@@ -50,7 +57,7 @@ class _Shared:
 
 
 class Forward(NamedTuple):
-    """A recorded forward.
+    """Hold a recorded forward.
 
     The program returns y, the saved tensors, and the codes that are left for other layers, of rows and of columns.
     left: (K, whether autograd keeps them) of both, None where there are none.
@@ -63,7 +70,7 @@ class Forward(NamedTuple):
 
 
 class Step:
-    """What is known of calls that are alike: of a forward, and of a backward for each layout of its arguments.
+    """Hold what is known of calls that are alike: of a forward, and of a backward for each layout of its arguments.
 
     NEW: there was no such call. ONCE: one. NEVER: it cannot be recorded.
     """
@@ -95,7 +102,10 @@ class Step:
     def gradients(
         self, function: Callable[[], tuple[Tensor | None, ...]], arguments: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Return `function()`, the gradients, which it makes of `arguments` alone."""
+        """Return `function()`, the gradients, which it makes of `arguments` alone; the first is the output's."""
+        grad = arguments[0]
+        if type(grad) not in _PLAIN or _unusual(grad):  # type: ignore[arg-type]
+            return function()
         low, strides, one = 0, list[Any](), set[int]()
         for t in arguments:
             if t is None:
@@ -105,7 +115,7 @@ class Step:
                 low |= t.data_ptr()
                 one.add(id(t))
         twice = len(one) + strides.count(None) < len(arguments)  # a program would take them for one
-        if twice or low % 16 or _unusual(arguments[0]):  # type: ignore[arg-type]
+        if twice or low % 16:
             return function()
         key = tuple(strides)
         program = self.backward.get(key, NEVER if len(self.backward) >= MOST else NEW)
@@ -125,33 +135,30 @@ _steps: dict[Any, Step] = {}
 
 
 def forward(
-    multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
+    multiply: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, given: Any, needs: Any
 ) -> tuple[Tensor, Sequence[Tensor | None], Layout, Step | None]:
     """Return (y, the tensors that backward reads, their layout, what repeats the backward) of a call of `multiply`."""
-    if _is_page(x, w, bias, given):
-        y, saved = multiply(x, w, bias, given, needs)
-        return y, *flat(saved), None
-    assert w is not None
     shared, layer = (given.rows, given.columns), given.layer
     found = [None if codes is None else codes.take(layer) for codes in shared]
     of_codes = tuple([-(codes is None) if f is None else f.k for codes, f in zip(shared, found, strict=True)])
     of_tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, w, bias)])
     key = given.recipe, needs, of_tensors, of_codes, given.rank, x.get_device(), router.generation()
     step = _steps.get(key)
-    if step is None:
-        if len(_steps) >= MOST:
-            _steps.clear()
-        step = _steps[key] = Step()
+    if step is None and len(_steps) < MOST:
+        step = _steps.setdefault(key, Step())
     arguments = [x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]]
     made: Any
-    if isinstance(step.forward, Forward):
+    if step is not None and isinstance(step.forward, Forward):
         program, layout, count, left = step.forward
         made = program(arguments)
     else:
         stands = [_Shared(f) for f in found]
         rows, columns = (None if codes is None else s for codes, s in zip(shared, stands, strict=True))
         run = partial(_flat_forward, multiply, x, w, bias, given._replace(rows=rows, columns=columns), needs, stands)
-        made, layout, count, left = step.first(run, arguments)
+        if step is None:
+            made, (layout, count, left) = run()
+        else:
+            made, layout, count, left = step.first(run, arguments)
     at = 1 + count
     for codes, how in zip(shared, left, strict=True):
         if how is not None:
@@ -180,21 +187,21 @@ def _flat_forward(
 _NOTHING = (None,) * 4
 
 
-def _is_page(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
-    """Return whether the page itself runs a call: it is not ordinary, or nothing waits for the host."""
+def takes(x: Tensor, w: Tensor, bias: Tensor | None, given: Any) -> bool:
+    """Return whether a call is an ordinary one, which `forward` takes."""
     return (
-        type(w) not in _PLAIN
-        or type(x) not in _PLAIN
-        or (bias is not None and type(bias) not in _PLAIN)
-        or given.x_held is not None
-        or given.w_held is not None
-        or given.fixed is not None
-        or given.delayed is not None
-        or given.parts is not None
-        or not x.numel()
-        or x is w
-        or bool((x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16)  # type: ignore[union-attr]
-        or _unusual(x)
+        type(w) in _PLAIN
+        and type(x) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and given.x_held is None
+        and given.w_held is None
+        and given.fixed is None
+        and given.delayed is None
+        and given.parts is None
+        and x.numel() > 0
+        and x is not w
+        and not _unusual(x)
+        and not (x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16
     )
 
 
@@ -205,6 +212,7 @@ def _unusual(t: Tensor) -> bool:
         or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
         or _is_torch_function_mode_enabled()
         or router.forcing()
+        or _are_functorch_transforms_active()
         or torch.compiler.is_compiling()
         or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
     )

@@ -1,4 +1,4 @@
-"""What a forward saves for its backward: autograd knows a flat list of tensors, the layers name them."""
+"""Save for backward what a forward names: autograd knows a flat list of tensors."""
 
 from __future__ import annotations
 

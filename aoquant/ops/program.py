@@ -46,7 +46,7 @@ def recording() -> bool:
 
 
 class Program:
-    """The steps of a function on `arguments` tensors, of which some may be None.
+    """Repeat the steps of a function on tensors, of which some may be None.
 
     A step is (function, slots of its tensors, slot of its result); a step without function empties its slots.
     """
@@ -130,7 +130,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what runs inside of it."""
+    """Write down what runs inside of it."""
 
     def __init__(self, arguments: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -77,6 +77,11 @@ class CalibrateConfig:
         return bool(self.steps & {"r1", "r2"})
 
     @property
+    def chooses(self) -> bool:
+        """Return whether codes are other than the nearest under scales of the weight's own."""
+        return bool(self.steps & {"gptq", "clip"})
+
+    @property
     def towards_float(self) -> bool:
         """Return whether codes are chosen for the float model's outputs."""
         return self.asymmetric and "gptq" in self.steps

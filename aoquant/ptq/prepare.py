@@ -54,7 +54,7 @@ def prepare_layers(
 ) -> Layers:
     """Prepare the chosen layers, and switch them to high precision; convert embeddings, unless step is "prepare".
 
-    chooses: whether codes will be chosen, which layers that train on hold the scales of.
+    chooses: whether codes will be chosen. Layers that train on from chosen codes hold their scales.
 
     Raises:
         ValueError: naming each layer that cannot be prepared, or no layer is chosen.

@@ -117,13 +117,13 @@ def calibrate_ptq(
             cached = caches.plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
             if cached.layers is None:
                 raise ValueError("calibrate_ptq: the recipe is for KV caches alone: use aoquant.calibrate")
-            chooses = bool(asked.steps & {"gptq", "clip"})
-            made = prepare_layers(model, cached.layers, filter_fn, step, skip_incompatible, chooses=chooses)
-            layers, stacks, others = made
+            layers, stacks, others = prepare_layers(
+                model, cached.layers, filter_fn, step, skip_incompatible, chooses=asked.chooses
+            )
             if asked.all_experts:
                 links.refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
             gains, left = dict[str, float](), dict[str, str]()
-            if asked.folds and not chooses:
+            if asked.folds and not asked.chooses:
                 left = {f"{n}.{p}": NOT_SCALED for n, m in stacks.items() for p in m.stacks}
                 links.refuse({} if skip_incompatible else left)
             if found is not None and asked.folds:

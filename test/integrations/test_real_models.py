@@ -23,7 +23,9 @@ from transformers import BertConfig, BertModel, Gemma3ForCausalLM, Gemma3TextCon
 from aoquant import quantize_
 from aoquant.integrations import losses
 from aoquant.integrations.text import assets
+from aoquant.linear.prepared import QATLinear
 from aoquant.recipes import get_recipe
+from aoquant.targets import resolve
 
 BOS = 1
 SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -152,6 +154,26 @@ def test_rows_of_another_recipe_for_the_embeddings(real: Any, tmp_path: Path) ->
         assert torch.equal(found, torch.from_numpy(wanted).to(found.dtype)), name
     with pytest.raises(ValueError, match="no recipe"):
         rows.row("gguf-q4_0@int9")
+
+
+def test_rows_with_another_recipe_for_some_layers(real: Any, tmp_path: Path) -> None:
+    """The named layers alone have it, and the converted model equals the trained one."""
+    llama().save_pretrained(tmp_path / "model")
+    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
+    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
+    given += ["--tokens", "256", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    students, rows = (importlib.import_module(name) for name in ("experiments.students", "real_models.rows"))
+    real.main([*map(str, given), "--rows", *rows.MIXED])
+    made = lines(tmp_path / "r.csv")[1:]
+    assert [line["stage"] for line in made] == ["ptq", "qat"] * len(rows.MIXED)
+    assert all(line["equal"] == "True" for line in made[1::2]) and not any(line["error"] for line in made)
+    for name, (recipe, layers) in rows.MIXED.items():
+        model = students.Student(rows.row(name), llama(), torch.zeros(1, 1), layers=layers).prepared(0)
+        other = layers[0].rpartition("=")[2]
+        for fqn, module in model.named_modules():
+            if isinstance(module, QATLinear):
+                wanted = other if fqn.endswith(("gate_proj", "up_proj")) else recipe
+                assert module.prepared.recipe.input_name == resolve(get_recipe(wanted).make()).recipe.input_name, fqn
 
 
 def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:

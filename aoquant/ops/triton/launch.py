@@ -118,19 +118,16 @@ class Launch:
         fixed = [None if i in places else given for i, given in enumerate(arguments)]
         blocks = {i: a.block_shape for i, a in enumerate(arguments) if isinstance(a, TensorDescriptor)}
 
-        def by_address(*tensors: Tensor) -> None:
+        def repeat(*tensors: Tensor) -> None:
             given = fixed.copy()
             for i, t in zip(places, tensors, strict=True):
-                given[i] = described(t, *blocks[i]) if i in blocks else t.data_ptr()
-            again(given)  # type: ignore[misc]
+                given[i] = described(t, *blocks[i]) if i in blocks else t if again is None else t.data_ptr()
+            if again is None:
+                self(*given)
+            else:
+                again(given)
 
-        def by_tensor(*tensors: Tensor) -> None:
-            given = fixed.copy()
-            for i, t in zip(places, tensors, strict=True):
-                given[i] = described(t, *blocks[i]) if i in blocks else t
-            self(*given)
-
-        return by_tensor if again is None else by_address, [filled[i] for i in places], again is not None and not blocks
+        return repeat, [filled[i] for i in places], again is not None and not blocks
 
 
 def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
