@@ -35,7 +35,7 @@ from aoquant.formats import (
 )
 from aoquant.formats.operand import SCALES
 from aoquant.hybrid import HybridConfig, backward_slots, check_seed
-from aoquant.kv.config import KVCacheConfig, as_kv_config, layers_and_cache, under_one_cache
+from aoquant.kv.cache_config import KVCacheConfig, as_kv_config, layers_and_cache, under_one_cache
 from aoquant.linear.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 

@@ -21,7 +21,7 @@ from torchao.quantization import FqnToConfig
 from aoquant._messages import check_model
 from aoquant.config import QATConfig
 from aoquant.distributed.gathered import GatheredWeight
-from aoquant.experts.mastered import hold_expert_codes
+from aoquant.experts.mastered_experts import hold_expert_codes
 from aoquant.experts.prepared import QATExperts
 from aoquant.hybrid import HybridConfig
 from aoquant.linear.kinds import kind_of

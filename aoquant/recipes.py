@@ -50,7 +50,7 @@ from aoquant.config import (
 from aoquant.formats import get_format
 from aoquant.hybrid import HybridConfig
 from aoquant.kv import KVCacheConfig
-from aoquant.kv.config import ALL_CACHES, layers_and_cache
+from aoquant.kv.cache_config import ALL_CACHES, layers_and_cache
 from aoquant.transforms import WUSH, Hadamard
 
 

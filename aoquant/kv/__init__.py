@@ -3,6 +3,6 @@
 `config.py` says which format a cache gets, `hook.py` puts it between an attention module and its cache.
 """
 
-from aoquant.kv.config import KVCacheConfig, as_kv_config
+from aoquant.kv.cache_config import KVCacheConfig, as_kv_config
 
 __all__ = ["KVCacheConfig", "as_kv_config"]

@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 
 from aoquant.formats import KVFormat
 from aoquant.kv import packed
-from aoquant.kv.config import KVCacheConfig
+from aoquant.kv.cache_config import KVCacheConfig
 from aoquant.ops import kv
 
 NAMES = ("cache", "past_key_values")  # of the cache, among the arguments of attention modules

@@ -1,5 +1,5 @@
 """Prepared layers whose codes follow a float32 master: the layers of `quantized_model_init`. Stacked experts have a
-subclass in experts/mastered.py.
+subclass in experts/mastered_experts.py.
 
 The layer's parameter is the master, and `layer.weight` is the codes. So whatever averages, broadcasts, clips, freezes,
 moves or saves parameters (DDP, accelerate, transformers' Trainer, an optimizer) meets an ordinary float32 parameter.

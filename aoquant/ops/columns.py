@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats.columns import Levels
+from aoquant.formats.levels import Levels
 
 from .codec.triton import has_triton
 

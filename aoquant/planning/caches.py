@@ -18,7 +18,7 @@ from torchao.quantization import FqnToConfig
 from aoquant._messages import AoquantWarning, listed
 from aoquant.config import QATConfig, by_layer
 from aoquant.kv import KVCacheConfig, hook
-from aoquant.kv.config import ALL_CACHES
+from aoquant.kv.cache_config import ALL_CACHES
 from aoquant.linear.kinds import is_layer
 from aoquant.linear.prepared import PreparedModule
 from aoquant.planning.choose import Filter, key_of

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Operand
-from aoquant.formats.columns import Levels, packed, rows
+from aoquant.formats.levels import Levels, packed, rows
 from aoquant.ops.columns import round_columns
 
 ESCALATION = (1.0, 10.0, 100.0)  # times the damping that was asked for

@@ -29,7 +29,7 @@ from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
-from aoquant.report.caches import CacheRow, caches_of
+from aoquant.report.cache_rows import CacheRow, caches_of
 from aoquant.report.compare import compare, pairs_of
 from aoquant.report.gradients import gradients as gradients_of
 from aoquant.report.measure import undisturbed

@@ -17,7 +17,7 @@ from typing import Any
 
 from aoquant.kv import hook
 from aoquant.planning.coverage import Coverage, listed
-from aoquant.report.caches import CacheRow
+from aoquant.report.cache_rows import CacheRow
 from aoquant.report.routing import RouterDrift, changed_share
 from aoquant.report.rows import Row
 

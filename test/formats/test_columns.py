@@ -10,7 +10,7 @@ from support.linear_cases import BF16
 from torch import Tensor
 
 from aoquant.formats import get_format, list_formats
-from aoquant.formats.columns import Levels, packed, rows
+from aoquant.formats.levels import Levels, packed, rows
 
 FORMATS = [n for n in (*list_formats(), *ENGINES, *EXTRA, "intx4-g32-hqq") if n != "high-precision"]
 

@@ -8,7 +8,7 @@ from support.kernel_inputs import CUDA
 
 from aoquant import CalibrateConfig, calibrate_ptq
 from aoquant.formats import get_format
-from aoquant.formats.columns import Levels
+from aoquant.formats.levels import Levels
 from aoquant.ops import columns
 from aoquant.ops.codec.triton import lacks_triton
 from aoquant.ptq import gptq

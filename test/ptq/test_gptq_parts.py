@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aoquant import CalibrateConfig, calibrate_ptq
 from aoquant.formats import get_format
-from aoquant.formats.columns import Levels
+from aoquant.formats.levels import Levels
 from aoquant.formats.operand import as_operand
 from aoquant.ops import columns
 from aoquant.ptq import blocks, clip, gptq, gram

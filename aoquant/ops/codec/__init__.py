@@ -9,8 +9,8 @@
 
 A function here asks the router for the fastest backend and runs it. What no backend makes at once (both sides, a
 transform and what follows it, a mask) is made in steps, here. `reference.py` is `Format` itself, some rows at a time on
-a CPU (`tiles.py`); `triton_kernels.py` says which Triton kernels there are, `cuda.py` which of csrc's, and `cpu.py`
-which of csrc/cpu's. A forced backend rules the roles that it has; the others choose freely.
+a CPU (`tiles.py`); `triton_kernels.py` says which Triton kernels there are, `cuda.py` which of csrc's, and
+`cpu_codec.py` which of csrc/cpu's. A forced backend rules the roles that it has; the others choose freely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aoquant.transforms import RoundedHadamard
 
 from ..quantized import CODES, Ask, Quantized, Side
 from ..router import CodecRequest, fused, register, routed
-from . import cpu, cuda, fitted, reference, triton
+from . import cpu_codec, cuda, fitted, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
 
@@ -45,7 +45,7 @@ __all__ = [
     "transposed",
 ]
 
-register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS, *fitted.BACKENDS, *cpu.BACKENDS)
+register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS, *fitted.BACKENDS, *cpu_codec.BACKENDS)
 
 
 def encode(operand: Operand | Format, x_RK: Tensor, held: Scales | None = None) -> Encoded:

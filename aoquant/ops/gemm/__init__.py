@@ -10,7 +10,7 @@ from . import (
     blackwell,
     cpu,
     few_rows,
-    ggml,
+    ggml_gemm,
     mslk,
     packed_fp4,
     qutlass,
@@ -20,5 +20,17 @@ from . import (
     torch_kernels,
 )
 
-_FILES = (reference, tensor_cores, packed_fp4, few_rows, blackwell, qutlass, torch_kernels, torch_int4, mslk, ggml, cpu)
+_FILES = (
+    reference,
+    tensor_cores,
+    packed_fp4,
+    few_rows,
+    blackwell,
+    qutlass,
+    torch_kernels,
+    torch_int4,
+    mslk,
+    ggml_gemm,
+    cpu,
+)
 BACKENDS = tuple(backend for file in _FILES for backend in file.BACKENDS)

@@ -20,7 +20,7 @@ from aoquant.formats.elements import fma
 from .. import codec
 from ..call import Call
 from ..router import Backend, CodecRequest, Multiply, Request, runner
-from . import ggml, torch_int4
+from . import ggml_gemm, torch_int4
 
 Decode = Callable[..., Tensor]  # with the signature of `tiles.decode`
 
@@ -216,7 +216,7 @@ _CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
     "fp8_mslk_precise": _fp8_bias_after,
     "fp8_blocks": _bias_after,
     "nvfp4_rescale": _nvfp4_rescale,
-    "ggml": ggml.scaled_mm,
+    "ggml": ggml_gemm.scaled_mm,
 }
 BACKENDS = (
     Backend("decoded", 1, _decodes_alike, lambda c: _CONTRACTS[c.contract](c), bind=_bound(codec.decode)),

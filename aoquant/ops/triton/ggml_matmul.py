@@ -2,7 +2,8 @@
 times the product of its two scales, added in float32 in K's order.
 
 One program makes a tile of y. K cannot be cut between programs, because the order of the additions is the contract's:
-with few rows of x there are few programs, and each walks all of K. What is exact and what is rounded: `gemm/ggml.py`.
+with few rows of x there are few programs, and each walks all of K. What is exact and what is
+rounded: `gemm/ggml_gemm.py`.
 """
 
 from __future__ import annotations
