@@ -166,8 +166,10 @@ def quantized_linear(
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
     if not tracing and not torch.is_grad_enabled():
-        y, _ = multiply(x, weight, bias, Given(recipe.key, packed, x_held, w_held, fixed=fixed))
-        return y
+        given = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
+        if x.device.type in replay.DEVICES and weight is not None and replay.takes(x, weight, bias, given):
+            return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
+        return multiply(x, weight, bias, given)[0]
     rows = columns = None
     leaf = weight if master is None else master
     if leaf is not None and x_held is None and parts is None and not tracing and leaf.requires_grad:

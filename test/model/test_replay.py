@@ -198,12 +198,15 @@ def _autocast(layers: Layers, i: int) -> list[Tensor | None]:
         return step(layers.float(), tokens(layers, i))
 
 
+def _no_backward(layers: Layers, i: int) -> list[Tensor | None]:
+    with (torch.no_grad, torch.inference_mode)[i % 2]():
+        return [layer(tokens(layers, i)) for layer in layers]
+
+
 WAYS: dict[str, tuple[Run, dict[str, Any]]] = {
+    "no backward": (_no_backward, {}),
     "checkpoint": (called(partial(checkpoint, use_reentrant=False)), {}),
-    "reentrant checkpoint": (
-        called(partial(checkpoint, use_reentrant=True)),
-        {"repeated": False},
-    ),  # its first forward has no gradients
+    "reentrant checkpoint": (called(partial(checkpoint, use_reentrant=True)), {}),
     "save_on_cpu": (called(_offloaded), {}),
     "saved tensors are copies": (called(_copied), {}),
     "retain_graph": (_retained, {}),
