@@ -1,4 +1,5 @@
-"""Record the kernels that a function runs, and run them again without its Python.
+"""Record the kernels that a function runs, and run them again without its Python: by a library of csrc, in one call,
+where it has words for all of them (native_program.py), or one after the other.
 
 `record` runs a function once under a dispatch mode and writes down every operator and every Triton launch with the
 tensors that it reads and makes. A `Program` repeats them on other tensors. It holds for tensors of the same shapes,
@@ -12,17 +13,21 @@ written, no launch went past `Launch`, and a first run gives the bits of the fun
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import itemgetter
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from . import native_program as native
+from .native_program import native_program
 
 _log = logging.getLogger("aoquant.program")
 _aten = torch.ops.aten
@@ -45,21 +50,49 @@ def recording() -> bool:
     return get_ident() in recorders
 
 
-class Program:
-    """Repeat the steps of a function on tensors, of which some may be None.
+class Step(NamedTuple):
+    """One step of a program.
 
-    A step is (function, slots of its tensors, slot of its result); a step without function empties its slots.
+    function: of the tensors in `places`; its result goes into the slot `result`, if that is not negative. None: empty
+        these slots.
+    words: the same for csrc's library, no words where an earlier step has done it, and None where it cannot.
     """
 
-    __slots__ = ("_results", "_slots", "_steps")
+    function: Any
+    places: list[int]
+    result: int
+    words: list[Any] | None = None
 
-    def __init__(self, steps: list[tuple[Any, list[int], int]], slots: list[Any], results: list[int]) -> None:
-        self._steps, self._slots, self._results = steps, slots, results
 
-    def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
+class Program:
+    """Repeat the steps of a function on tensors, of which some may be None; those were None when it was recorded."""
+
+    __slots__ = ("__weakref__", "_native", "_none", "_results", "_slots", "_steps")
+
+    def __init__(self, steps: list[Step], slots: list[Any], results: list[int], count: int) -> None:
+        self._steps, self._slots, self._results = steps, slots[count:], results
+        self._none = [place < 0 for place in results] if -1 in results else None
+        given = [slot for slot, t in enumerate(slots[:count]) if t is not None]
+        constants = {slot: t for slot, t in enumerate(slots) if t is not None and slot >= count}
+        native = (slots[given[0]].device, [step.words for step in steps if step.words != []], constants, given)
+        self._native = native_program(*native, [place for place in results if place >= 0], len(slots))
+        if self._native is not None:
+            weakref.finalize(self, self._native.forget, self._native.number)
+
+    def __call__(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the function's results on these arguments."""
+        if self._native is not None:
+            try:
+                made = self._native.run(self._native.number, [t for t in arguments if t is not None])
+            except RuntimeError:  # the same step will raise below, with its own error
+                pass
+            else:
+                if self._none is None:
+                    return made
+                results = iter(made)
+                return [None if none else next(results) for none in self._none]
         at = [*arguments, *self._slots]
-        for function, places, result in self._steps:
+        for function, places, result, _ in self._steps:
             if function is None:
                 for place in places:
                     at[place] = None
@@ -144,7 +177,8 @@ class Recorder(TorchDispatchMode):
         self._storages = {t.untyped_storage()._cdata for t in arguments if t is not None}
         self._foreign: set[int] = set()  # storages of other tensors that were there before
         self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
-        self._steps: list[tuple[Any, list[int], int]] = []
+        self._steps: list[Step] = []
+        self._held: list[Tensor] = []  # so that an id is one tensor's
         self._made: set[int] = set()
         self._own: set[int] = set()  # storages of what was made
         self._large: set[int] = set()
@@ -160,13 +194,18 @@ class Recorder(TorchDispatchMode):
             self._operator(func, args, kwargs, made)
         return made
 
-    def launched(self, repeat: Callable[..., None], tensors: Sequence[Tensor], addresses: bool) -> None:
-        """Write down a launch, which `repeat(*tensors)` repeats. addresses: it reads nothing else of the tensors."""
+    def launched(
+        self, repeat: Callable[..., None], tensors: Sequence[Tensor], addresses: bool, kernel: native.Kernel | None
+    ) -> None:
+        """Write down a launch, which `repeat(*tensors)` repeats, and `kernel` for csrc's library.
+
+        addresses: it reads nothing else of the tensors.
+        """
         self.launches += 1
         slots = [self._slot(t) for t in tensors]
         if addresses:
             slots = [self._same.get(slot, slot) for slot in slots]
-        self._steps.append((repeat, slots, -1))
+        self._steps.append(Step(repeat, slots, -1, None if kernel is None else native.launch(kernel, slots)))
 
     def program(self, results: Sequence[Tensor | None]) -> Program | None:
         """Return what was written down, for these results; None where it was refused."""
@@ -176,18 +215,17 @@ class Recorder(TorchDispatchMode):
         if self.refused:
             return None
         # backwards: without steps that nothing reads, and large results are let go behind their last reader
-        needed, steps = set(found), list[tuple[Any, list[int], int]]()
-        for function, places, result in reversed(self._steps):
-            if result >= 0 and result not in needed:
+        needed, steps = set(found), list[Step]()
+        for step in reversed(self._steps):
+            if step.result >= 0 and step.result not in needed:
                 continue
-            last = [place for place in {*places, result} if place in self._large and place not in needed]
+            last = [place for place in {*step.places, step.result} if place in self._large and place not in needed]
             if last:
-                steps.append((None, last, -1))
-            needed.update(places)
-            steps.append((function, places, result))
-        return Program(
-            steps[::-1], [None if s in self._made else t for s, t in enumerate(self._tensors)][self._count :], found
-        )
+                steps.append(Step(None, last, -1, native.drop(last)))
+            needed.update(step.places)
+            steps.append(step)
+        slots = [None if slot in self._made else t for slot, t in enumerate(self._tensors)]
+        return Program(steps[::-1], slots, found, self._count)
 
     def _slot(self, t: Tensor) -> int:
         slot = self._slots.get(id(t))
@@ -225,31 +263,43 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"{func} reads a value back")
         if self.refused:
             return
+        first: Any = given[0] if given else None
+        shares = isinstance(made, Tensor) and first is not None and _shares(made, first)
+        owned = shares and made.untyped_storage()._cdata in self._own
+        if owned and func is _aten.detach.default:  # the same, where there is no autograd
+            self._slots[id(made)] = self._slots[id(first)]
+            self._held.append(made)
+            return
         if func in _EMPTY:
-            places: list[int] = []
-            function: Any = partial(
-                torch.empty_strided, made.shape, made.stride(), dtype=made.dtype, device=made.device
-            )
-        else:
-            function, places = self._call(func, args, kwargs)
+            how = {"dtype": made.dtype, "device": made.device}
+            function: Any = partial(torch.empty_strided, made.shape, made.stride(), **how)
+            self._result(function, [], made, native.make(made, len(self._tensors)))
+            return
+        function, places = self._call(func, args, kwargs)
+        words = partial(native.operator, func, args, kwargs, self._slot)
         if made is None or (not several and id(made) in self._slots):  # written in place
-            self._steps.append((function, places, -1))
+            self._steps.append(Step(function, places, -1, words([] if made is None else [self._slots[id(made)]])))
             return
         if several:
             of_all = len(self._tensors)
             self._tensors.append(None)
             self._made.add(of_all)
             self._large.add(of_all)
-            self._steps.append((function, places, of_all))
+            slots = [of_all + 1 + i for i in range(len(made))]
+            self._steps.append(Step(function, places, of_all, words(slots)))
             for i, t in enumerate(made):
-                self._result(itemgetter(i), [of_all], t)
+                self._result(itemgetter(i), [of_all], t, [])
             return
-        self._result(function, places, made)
-        if func not in _EMPTY and given and made.data_ptr() == given[0].data_ptr() and _shares(made, given[0]):
-            slot = self._slots[id(given[0])]
-            self._same[self._slots[id(made)]] = self._same.get(slot, slot)
+        slot = len(self._tensors)
+        if owned and made.dtype is first.dtype:
+            self._result(function, places, made, native.view(made, first, self._slots[id(first)], slot))
+        else:
+            self._result(function, places, made, words([slot]))
+        if shares and made.data_ptr() == first.data_ptr():
+            before = self._slots[id(first)]
+            self._same[slot] = self._same.get(before, before)
 
-    def _result(self, function: Any, places: list[int], made: Tensor) -> None:
+    def _result(self, function: Any, places: list[int], made: Tensor, words: list[Any] | None) -> None:
         slot = self._new(made)
         self._made.add(slot)
         storage = made.untyped_storage()
@@ -257,7 +307,7 @@ class Recorder(TorchDispatchMode):
             self._own.add(storage._cdata)
         if storage.nbytes() >= LARGE:
             self._large.add(slot)
-        self._steps.append((function, places, slot))
+        self._steps.append(Step(function, places, slot, words))
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
         """Return (a function of the tensors among an operator's arguments, their slots)."""

@@ -11,6 +11,7 @@
 
 #include "arguments.h"
 #include "kernels.h"
+#include "program.h"
 
 namespace aoquant::cpu {
 
@@ -182,9 +183,17 @@ std::tuple<Tensor, Tensor, Tensor> encode_int4(const Tensor& x, int64_t group) {
   return {codes, scale, zero};
 }
 
+std::vector<Tensor> run_program(int64_t number, std::vector<Tensor> arguments) {
+  return program::run(*program::find(number, arguments), arguments, aoti_torch_device_type_cpu(),
+                      [](const program::Step&, const program::Slots&) { STD_TORCH_CHECK(false, "a CPU launches no kernels"); });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
+  m.def("program_make(int[] words, str names, int arguments, Tensor[] constants) -> int");
+  m.def("program_forget(int program) -> ()");
+  m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
   m.def("level() -> int");
   m.def("decode_mm(Tensor x, Tensor codes, Tensor? scale, Tensor? zero, Tensor? alpha_x, Tensor? alpha_w, Tensor? bias, int kind, int group) -> Tensor");
   m.def("integer_mm(Tensor x, Tensor codes, Tensor? alpha_x, Tensor? alpha_w, Tensor? bias, bool to_bfloat16) -> Tensor");
@@ -194,6 +203,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CompositeExplicitAutograd, m) {
   m.impl("level", TORCH_BOX(&level));
+  m.impl("program_make", TORCH_BOX(&program::make));
+  m.impl("program_forget", TORCH_BOX(&program::forget));
+  m.impl("program_run", TORCH_BOX(&run_program));
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CPU, m) {
   m.impl("decode_mm", TORCH_BOX(&decode_mm));

@@ -130,6 +130,19 @@ def test_two_layers_with_one_input(recipe: str, device: torch.device, pages: Any
     check(called(plain), layers, pages, repeated=is_recorded(recipe, layers))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["int4-g128", "nvfp4", "fp8", "mxfp4", "fp8-hybrid", "nvfp4-4over6", "int8"])
+def test_on_a_gpu_csrc_runs_the_programs(recipe: str) -> None:
+    layers = prepared(recipe, "cuda", n=1, k=1024)
+    for i in range(3):
+        step(layers, tokens(layers, i))
+        with torch.no_grad():
+            layers[0](tokens(layers, i, 1))
+    kinds = replay._steps.values()
+    programs = [kind.forward.program for kind in kinds] + [p for kind in kinds for p in kind.backward.values()]
+    assert len(programs) == 3 and all(p._native is not None for p in programs)
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
 def test_layers_of_one_shape_share_their_programs(recipe: str, pages: Counter[str]) -> None:
     """The second layer is recorded, and the third repeats it."""

@@ -7,16 +7,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bytes
+from support.cpu_library import with_library
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from aoquant.ops import program
+from aoquant.ops import native_cpu, program
 from aoquant.ops.program import Program, record
 
 Function = Callable[..., Sequence[Tensor | None]]
@@ -80,7 +81,10 @@ REPEATED: dict[str, Any] = {
 @pytest.mark.parametrize("function", REPEATED.values(), ids=REPEATED)
 def test_a_program_has_the_bits_of_its_function(function: Function, large: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(program, "LARGE", large)
-    repeat = recorded(function, *pair())
+    check(recorded(function, *pair()), function)
+
+
+def check(repeat: Program | None, function: Function) -> None:
     assert repeat is not None
     for _ in range(2):
         given = pair()
@@ -89,6 +93,89 @@ def test_a_program_has_the_bits_of_its_function(function: Function, large: int, 
         assert len(got) == len(want) and all(map(same_bytes, got, want)) and all(map(same_bytes, given, before))
         for t, w in zip(got, want, strict=True):  # an argument is returned itself
             assert t is w or (t is not None and w is not None and t.stride() == w.stride())
+
+
+# What csrc's library repeats
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    yield from with_library()
+
+
+def _of_words(x: Tensor, y: Tensor) -> list[Tensor]:
+    made = torch.empty_strided((6, 4), (1, 6), dtype=torch.float64)
+    made.copy_(x.t())
+    product = torch.mm(x.t(), y)
+    normal = torch.native_layer_norm(product, [6], None, y[0], 1e-3)
+    parts = torch.cat((product[1:, ::2], product.view(-1)[3:21].view(6, 3)), 0).detach()
+    return [made, made.t()[1:], *normal, parts, y.sum([0], dtype=torch.float64), x.mul_(y).to(torch.bfloat16), x]
+
+
+IN_WORDS: dict[str, Function] = {
+    "of every kind": lambda x, y: _of_words(x.clone(), y),
+    "arguments as results": lambda x, y: [y, None, x, torch.mm(x, y.t()), y],
+    "constants": lambda x, y: [x * ROWS, torch.mm(y, ROWS.t())],
+}
+ROWS = torch.arange(24.0).view(4, 6)
+
+
+@pytest.mark.parametrize("large", [1, 1 << 20], ids=["let-go-early", "let-go-late"])
+@pytest.mark.parametrize("function", IN_WORDS.values(), ids=IN_WORDS)
+def test_the_library_gives_the_bits_of_a_function(
+    function: Function, large: int, library: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(program, "LARGE", large)
+    repeat = recorded(function, *pair())
+    assert repeat is not None and repeat._native is not None
+    repeat._steps.clear()  # only the library knows them now
+    check(repeat, function)
+
+
+def test_the_library_skips_an_argument_that_is_missing(library: Any) -> None:
+    (x, y), given = pair(), pair()
+    repeat = recorded(lambda x, bias, y: [None, torch.mm(x, y.t()) if bias is None else bias], x, None, y)
+    assert repeat is not None and repeat._native is not None
+    first, product = repeat([given[0], None, given[1]])
+    assert first is None and same_bytes(product, torch.mm(given[0], given[1].t()))
+
+
+def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
+    repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
+    assert repeat is not None and repeat._native is not None
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        repeat([torch.ones(4, 6), torch.ones(4, 5)])
+
+
+def test_the_library_forgets_a_program_that_is_gone(library: Any) -> None:
+    repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
+    assert repeat is not None and repeat._native is not None
+    run, _, number = repeat._native
+    assert len(run(number, pair())) == 1
+    del repeat
+    gc.collect()
+    with pytest.raises(RuntimeError, match=f"no program {number}"):
+        run(number, pair())
+
+
+def test_the_library_refuses_words_that_are_wrong(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each word in turn: an error, or another program, and no signal."""
+    seen, real = list[Any](), native_cpu.operator
+    spied = lambda *a: seen.append(a) or real("program_make")(*a)  # noqa: E731
+    monkeypatch.setattr(native_cpu, "operator", lambda name: spied if name == "program_make" else real(name))
+    recorded(lambda x, y: [torch.mm(x, y.t())[1:], torch.empty_strided((2, 2), (2, 1))[0]], *pair())
+    make, run, (words, *others) = real("program_make"), real("program_run"), seen[0]
+    for at in range(len(words)):
+        for wrong in (-1, -(1 << 62), 1 << 40, (1 << 62) + 1):
+            with suppress(RuntimeError):
+                run(make([*words[:at], wrong, *words[at + 1 :]], *others), list(pair()))
+        with pytest.raises(RuntimeError, match=r"a program.s word"):
+            make(words[:at], *others)
+    with pytest.raises(RuntimeError, match="behind its end"):
+        make([*words, 0], *others)
+    for given in (pair()[:1], [*pair(), pair()[0]], []):
+        with pytest.raises(RuntimeError, match="takes 2 tensors"):
+            run(make(words, *others), list(given))
 
 
 def test_an_argument_may_be_missing() -> None:
@@ -192,7 +279,7 @@ def test_there_is_no_program_where_a_launch_was_not_seen(unseen: int, monkeypatc
         out = torch.empty(24)
         given = [x.view(-1), out[:24]]
         total[0] += 1 + unseen
-        program.recorders[threading.get_ident()].launched(kernel, given, True)
+        program.recorders[threading.get_ident()].launched(kernel, given, True, None)
         with _disable_current_modes():
             kernel(*given)
         return [out.view(4, 6) * 2]
@@ -203,7 +290,7 @@ def test_there_is_no_program_where_a_launch_was_not_seen(unseen: int, monkeypatc
     assert same_bytes(results[0], (x + 1) * 2) and (repeat is None) == bool(unseen)
     if repeat is not None:
         assert same_bytes(repeat((other,))[0], (other + 1) * 2)
-        assert (kernel, [0, 1], -1) in repeat._steps  # it reads addresses: the views are not made again
+        assert program.Step(kernel, [0, 1], -1) in repeat._steps  # it reads addresses: the views are not made again
 
 
 # Threads and errors

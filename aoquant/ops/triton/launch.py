@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import program
+from ..native_program import Kernel, bits
 
 LAUNCHES = 4096  # launches that a kernel's module remembers: one for each format, shape and use
 
@@ -66,7 +67,7 @@ class Launch:
         self._fn, self._constants = fn, constants
         self._grid = (*grid, *(1,) * (3 - len(grid)))
         self._rest = [constants[name] for name in fn.arg_names if name in constants]
-        self._ready: dict[tuple[Any, ...], Callable[[Sequence[Any]], None] | None] = {}  # None: the long way
+        self._ready: dict[tuple[Any, ...], _Ready | None] = {}  # None: the long way
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | int | None) -> None:
         """Launch on the tensors' device, in its current stream. None: a kernel without this tensor. int: a number that
@@ -102,7 +103,7 @@ class Launch:
             recorder.launched(*self._repeat(again, tensors))
         if again is not None:
             try:
-                return again(addresses)
+                return again.run(addresses)
             except (AttributeError, TypeError):  # not the arguments that this Triton's launcher takes
                 self._ready[kind] = None
         kernel = self._fn[self._grid](*tensors, **self._constants)
@@ -110,9 +111,11 @@ class Launch:
             self._ready[kind] = _again(kernel, self._grid, self._rest)
 
     def _repeat(
-        self, again: Callable[[Sequence[Any]], None] | None, arguments: Sequence[Any]
-    ) -> tuple[Callable[..., None], list[Tensor], bool]:
-        """Return (this launch as a function of its tensors, the tensors, whether it reads their addresses alone)."""
+        self, again: _Ready | None, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., None], list[Tensor], bool, Kernel | None]:
+        """Return (this launch as a function of its tensors, the tensors, whether it reads their addresses alone, what
+        csrc's library launches).
+        """
         filled = [a.base if isinstance(a, TensorDescriptor) else a for a in arguments]
         places = [i for i, given in enumerate(filled) if isinstance(given, Tensor)]
         fixed = [None if i in places else given for i, given in enumerate(arguments)]
@@ -125,14 +128,45 @@ class Launch:
             if again is None:
                 self(*given)
             else:
-                again(given)
+                again.run(given)
 
-        return repeat, [filled[i] for i in places], again is not None and not blocks
+        native = None if again is None or blocks else _native(again.kernel, self._grid, [*arguments, *self._rest])
+        return repeat, [filled[i] for i in places], again is not None and not blocks, native
 
 
-def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
-    """A function that launches `kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel
-    is none that we know.
+class _Ready(NamedTuple):
+    """A compiled kernel, and a function that launches it on addresses."""
+
+    run: Callable[[Sequence[Any]], None]
+    kernel: Any
+
+
+def _native(kernel: Any, grid: Sequence[int], arguments: Sequence[Any]) -> Kernel | None:
+    """Return what csrc's library launches; None for a kernel that takes more than addresses and numbers."""
+    try:
+        meta, signature = kernel.metadata, kernel.src.signature
+        plain = (meta.num_ctas, meta.launch_cooperative_grid, meta.launch_pdl) == (1, False, False)
+        if not plain or meta.global_scratch_size or meta.profile_scratch_size or 0 in grid:
+            return None
+        threads, shared, address = meta.num_warps * meta.warp_size, meta.shared, kernel.function
+    except AttributeError:  # a Triton that we do not know
+        return None
+    parameters = list[int | None]()
+    for kind, value in zip(signature.values(), arguments, strict=True):
+        if kind.startswith("*"):
+            parameters.append(None)
+        elif kind in ("i1", "i8", "i16", "i32", "i64"):
+            parameters.append(int(value))
+        elif kind == "fp32":
+            parameters.append(bits(value))
+        elif kind != "constexpr":
+            return None
+    return Kernel(address, grid, threads, shared, parameters)
+
+
+def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> _Ready | None:
+    """Return what launches `kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel is
+    none that we know.
     """
     try:
         launch: Any = kernel.run
@@ -151,7 +185,7 @@ def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[S
         else:
             launch(*grid, stream(device), *constant, *addresses, *rest)
 
-    return run
+    return _Ready(run, kernel)
 
 
 @contextmanager

@@ -1,0 +1,170 @@
+"""Write a recorded program in the words that `csrc/program.h` reads, which then runs it without Python.
+
+    step       MAKE result dtype device [sizes] [strides]        an empty tensor
+               VIEW result slot offset [sizes] [strides]         of memory that the program made
+               OPERATOR name overload [results] arguments        arguments: their count, then kind [words] of each
+               LAUNCH address grid threads shared parameters     parameters: their count, then (1, slot) or (0, bits)
+               DROP [slots]
+    [values]   their count, then they
+
+A function here returns the words of one step, or None where the library has none for it: then the program stays in
+Python. `Slot` and `Name` are words that `native_program` replaces by numbers: arguments that are not None come first
+among slots, and names are a table of their own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import native, native_cpu
+
+MAKE, VIEW, OPERATOR, LAUNCH, DROP = range(5)
+NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, MAYBE = range(9)
+_KINDS = {
+    "Tensor": TENSOR, "List[Tensor]": TENSORS, "int": INTEGER, "SymInt": INTEGER, "float": NUMBER, "bool": BOOLEAN,
+    "ScalarType": TYPE, "List[int]": INTEGERS, "List[SymInt]": INTEGERS,
+}  # fmt: skip
+_TYPES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
+    torch.float64: 7, torch.bool: 11, torch.bfloat16: 15, torch.float8_e5m2: 23, torch.float8_e4m3fn: 24,
+    torch.float8_e8m0fnu: 44,
+}  # fmt: skip  # c10::ScalarType
+
+
+class Slot(int):
+    """A tensor's slot."""
+
+
+class Name(str):
+    """A part of an operator's name."""
+
+
+Words = list[Any]
+
+
+class Kernel(NamedTuple):
+    """What launches a kernel. parameters: a number's bits, or None for the next tensor's address."""
+
+    address: int
+    grid: Sequence[int]
+    threads: int
+    shared: int
+    parameters: Sequence[int | None]
+
+
+def make(t: Tensor, result: int) -> Words | None:
+    """Return the words that make an empty tensor like `t`."""
+    if t.dtype not in _TYPES or t.layout is not torch.strided:
+        return None
+    return [MAKE, Slot(result), _TYPES[t.dtype], max(t.get_device(), 0), *_list(t.shape), *_list(t.stride())]
+
+
+def view(t: Tensor, of: Tensor, slot: int, result: int) -> Words | None:
+    """Return the words that make the view `t` of `of`, which has its dtype."""
+    offset = t.storage_offset() - of.storage_offset()
+    return None if offset < 0 else [VIEW, Slot(result), Slot(slot), offset, *_list(t.shape), *_list(t.stride())]
+
+
+def operator(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], slot: Callable[[Tensor], int], results: Sequence[int]
+) -> Words | None:
+    """Return the words that call an operator. slot: of a tensor. results: slots, one for each."""
+    schema = func._schema
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    name, overload = Name(schema.name), Name(schema.overload_name)
+    written: Words = [OPERATOR, name, overload, *_list([Slot(s) for s in results]), len(schema.arguments)]
+    if any(str(r.real_type) != "Tensor" for r in schema.returns):
+        return None
+    for a in schema.arguments:
+        kind = str(a.real_type)
+        maybe = kind.startswith("Optional[")
+        inner = kind.removeprefix("Optional[").removesuffix("]") if maybe else kind
+        words = _value(_KINDS.get(inner), given.get(a.name, a.default_value), slot)
+        if words is None:
+            return None
+        written += [words[0] + MAYBE * (maybe and words[0] != NONE), *words[1:]]
+    return written
+
+
+def launch(kernel: Kernel, slots: Iterable[int]) -> Words:
+    """Return the words that launch a kernel on tensors of these slots."""
+    words: Words = [LAUNCH, kernel.address, *kernel.grid, kernel.threads, kernel.shared, len(kernel.parameters)]
+    tensors = iter(slots)
+    for bits in kernel.parameters:
+        words += (1, Slot(next(tensors))) if bits is None else (0, bits)
+    return words
+
+
+def drop(slots: Iterable[int]) -> Words:
+    """Return the words that empty slots."""
+    return [DROP, *_list([Slot(s) for s in slots])]
+
+
+def bits(value: float, kind: str = "f") -> int:
+    """Return the bits of a number's float32, or of its float64 (kind "d")."""
+    return int.from_bytes(struct.pack(f"<{kind}", value), "little", signed=True)
+
+
+class Native(NamedTuple):
+    """A program in a library: what runs it and what forgets it, and its number there."""
+
+    run: Callable[[int, Sequence[Tensor]], list[Tensor]]
+    forget: Callable[[int], None]
+    number: int
+
+
+def native_program(
+    device: torch.device,
+    steps: Sequence[Words | None],
+    constants: dict[int, Tensor],
+    arguments: Sequence[int],
+    results: Sequence[int],
+    slots: int,
+) -> Native | None:
+    """Return the program, or None where a step has no words, or the device no library.
+
+    constants: tensors that it holds, by slot. arguments, results: the slots of these. slots: their count.
+    """
+    library: Any = {"cuda": native, "cpu": native_cpu}.get(device.type)
+    if library is None or None in steps or library.why_not() is not None:
+        return None
+    order = {slot: i for i, slot in enumerate((*arguments, *(s for s in range(slots) if s not in set(arguments))))}
+    names: dict[str, int] = {}
+
+    def number(word: Any) -> int:
+        if isinstance(word, Name):
+            return names.setdefault(word, len(names))
+        return order[word] if isinstance(word, Slot) else int(word)
+
+    written: Words = [slots, *_list([Slot(s) for s in constants]), len(steps)]
+    for step in steps:
+        written += step or ()
+    words = [number(word) for word in (*written, *_list([Slot(s) for s in results]))]
+    made = library.operator("program_make")(words, "\n".join(names), len(arguments), list(constants.values()))
+    return Native(library.operator("program_run"), library.operator("program_forget"), made)
+
+
+def _list(values: Sequence[int]) -> Words:
+    return [len(values), *values]
+
+
+def _value(kind: int | None, value: Any, slot: Callable[[Tensor], int]) -> Words | None:
+    """Return [kind, *list of words] of an argument."""
+    if value is None:
+        return [NONE, 0]
+    if kind == TENSOR:  # a number may stand for one
+        return [kind, 1, Slot(slot(value))] if isinstance(value, Tensor) else None
+    if kind == TENSORS:
+        return [kind, *_list([Slot(slot(t)) for t in value])]
+    if kind == TYPE:
+        return [kind, 1, _TYPES[value]] if value in _TYPES else None
+    if kind == NUMBER:
+        return [kind, 1, bits(value, "d")]
+    if kind == INTEGERS:
+        return [kind, *_list(value)]
+    return None if kind is None else [kind, 1, int(value)]

@@ -1,0 +1,61 @@
+// Programs on a GPU: program.h, and the launches of Triton's kernels.
+#include "program.h"
+
+#include <dlfcn.h>
+
+#include "common.cuh"
+
+namespace aoquant {
+namespace {
+
+using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+Launch driver_launch() {
+  static const Launch found = [] {
+    void* driver = dlopen("libcuda.so.1", RTLD_LAZY);
+    return driver == nullptr ? nullptr : reinterpret_cast<Launch>(dlsym(driver, "cuLaunchKernel"));
+  }();
+  STD_TORCH_CHECK(found != nullptr, "no CUDA driver is here");
+  return found;
+}
+
+void launch(const program::Step& step, const program::Slots& at, cudaStream_t stream) {
+  constexpr int SCRATCH = 2;  // pointers to memory that Triton gives to kernels which ask for it; these do not
+  size_t count = step.parameters.size();
+  std::vector<int64_t> words(count + SCRATCH, 0);
+  std::vector<void*> parameters(count + SCRATCH);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    parameters[i] = &words[i];
+    if (i >= count) continue;
+    words[i] = step.parameters[i];
+    if (!step.addresses[i]) continue;
+    void* address = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(at[step.parameters[i]], &address));
+    words[i] = reinterpret_cast<int64_t>(address);
+  }
+  int error = driver_launch()(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1, step.shared, stream, parameters.data(), nullptr);
+  STD_TORCH_CHECK(error == 0, "CUDA launch failed: driver error ", error);
+}
+
+std::vector<Tensor> run(int64_t number, std::vector<Tensor> arguments) {
+  std::shared_ptr<const program::Program> found = program::find(number, arguments);
+  DeviceGuard guard(arguments[0].get_device_index());
+  cudaStream_t stream = current_stream(arguments[0]);
+  return program::run(*found, arguments, aoti_torch_device_type_cuda(),
+                      [stream](const program::Step& step, const program::Slots& at) { launch(step, at, stream); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
+  m.def("program_make(int[] words, str names, int arguments, Tensor[] constants) -> int");
+  m.def("program_forget(int program) -> ()");
+  m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
+}
+STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CompositeExplicitAutograd, m) {
+  m.impl("program_make", TORCH_BOX(&program::make));
+  m.impl("program_forget", TORCH_BOX(&program::forget));
+  m.impl("program_run", TORCH_BOX(&run));
+}
+
+}  // namespace aoquant

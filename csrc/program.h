@@ -1,0 +1,282 @@
+// Programs of aoquant/ops/program.py, run without Python: what a recorded function makes, computes and launches. In the
+// CUDA library, and in the CPU library, where nothing is launched and tests run it.
+//
+// A program is made of words (`native_program.py` writes them), of the names of operators, and of tensors that it holds.
+// It runs on tensors of the shapes, strides, dtypes and alignment that it was recorded with; Python's key says so. Words
+// are read once, with their bounds checked. The address of a kernel is Triton's, and nothing can check it: only
+// native_program.py may write it.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "arguments.h"
+
+namespace aoquant::program {
+
+using torch::stable::detail::from;
+
+using torch::stable::detail::to;
+
+// As in native_program.py.
+enum StepKind : int64_t { MAKE, VIEW, OPERATOR, LAUNCH, DROP };
+enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, MAYBE };
+
+// An argument of an operator. MAYBE is a kind's flag: the schema says `T?`.
+struct Value {
+  int64_t kind = NONE;
+  bool maybe = false;
+  std::vector<int64_t> words;
+};
+
+struct Step {
+  int64_t kind;
+  std::vector<int64_t> slots;    // that are read or, of DROP, emptied
+  std::vector<int64_t> results;  // slots
+  std::vector<int64_t> sizes, strides;
+  int64_t offset = 0;  // of a view, behind the first element of what it views
+  int32_t type = 0, device = 0;
+  std::string name, overload;
+  std::vector<Value> values;
+  void* function = nullptr;
+  unsigned grid[3], threads, shared;
+  std::vector<int64_t> parameters;  // a slot's number, or the bits of a number
+  std::vector<bool> addresses;      // which of them are slots
+};
+
+struct Program {
+  int64_t arguments, slots;
+  std::vector<std::pair<int64_t, Tensor>> constants;
+  std::vector<Step> steps;
+  std::vector<int64_t> results;
+};
+
+class Reader {
+ public:
+  Reader(const std::vector<int64_t>& words, const std::string& names) : words_(words) {
+    for (size_t begin = 0; begin < names.size();) {
+      size_t end = std::min(names.find('\n', begin), names.size());
+      names_.push_back(names.substr(begin, end - begin));
+      begin = end + 1;
+    }
+  }
+
+  bool ended() const { return at_ == words_.size(); }
+
+  int64_t word(int64_t least = std::numeric_limits<int64_t>::min(), int64_t most = std::numeric_limits<int64_t>::max()) {
+    STD_TORCH_CHECK(at_ < words_.size(), "a program's words end too early");
+    int64_t found = words_[at_++];
+    STD_TORCH_CHECK(least <= found && found <= most, "a program's word ", at_ - 1, " is ", found);
+    return found;
+  }
+
+  std::vector<int64_t> list(int64_t least = std::numeric_limits<int64_t>::min(), int64_t most = std::numeric_limits<int64_t>::max()) {
+    std::vector<int64_t> found(word(0, int64_t(words_.size() - at_)));
+    for (int64_t& value : found) value = word(least, most);
+    return found;
+  }
+
+  const std::string& name() {
+    STD_TORCH_CHECK(!names_.empty(), "a program has no names");
+    return names_[word(0, int64_t(names_.size()) - 1)];
+  }
+
+ private:
+  const std::vector<int64_t>& words_;
+  std::vector<std::string> names_;
+  size_t at_ = 0;
+};
+
+inline int32_t shim_type(int64_t type) { return int32_t(from(ScalarType(type))); }
+
+inline Step read_step(Reader& read, int64_t slots) {
+  Step step{read.word(MAKE, DROP)};
+  auto slot = [&] { return read.word(0, slots - 1); };
+  switch (step.kind) {
+    case MAKE:
+      step.results = {slot()};
+      step.type = shim_type(read.word(0, 127)), step.device = int32_t(read.word(0, 1023));
+      step.sizes = read.list(0), step.strides = read.list(0);
+      STD_TORCH_CHECK(step.sizes.size() == step.strides.size(), "a program has a size without a stride");
+      break;
+    case VIEW:
+      step.results = {slot()}, step.slots = {slot()};
+      step.offset = read.word(0);
+      step.sizes = read.list(0), step.strides = read.list(0);
+      STD_TORCH_CHECK(step.sizes.size() == step.strides.size(), "a program has a size without a stride");
+      break;
+    case OPERATOR:
+      step.name = read.name(), step.overload = read.name();
+      step.results = read.list(0, slots - 1);
+      for (int64_t count = read.word(0, 255); count > 0; --count) {
+        Value value;
+        int64_t kind = read.word(NONE, 2 * MAYBE);
+        value.maybe = kind >= MAYBE, value.kind = kind % MAYBE;
+        value.words = value.kind == TENSOR || value.kind == TENSORS ? read.list(0, slots - 1) : read.list();
+        STD_TORCH_CHECK(value.kind == NONE || value.kind == TENSORS || value.kind == INTEGERS || value.words.size() == 1, "a program's argument is not one value");
+        step.values.push_back(std::move(value));
+      }
+      break;
+    case LAUNCH:
+      step.function = reinterpret_cast<void*>(read.word(1));
+      for (unsigned& size : step.grid) size = unsigned(read.word(1, std::numeric_limits<int32_t>::max()));
+      step.threads = unsigned(read.word(1, 1024)), step.shared = unsigned(read.word(0, 1 << 20));
+      for (int64_t count = read.word(0, 255); count > 0; --count) {
+        bool address = read.word(0, 1) != 0;
+        step.addresses.push_back(address);
+        step.parameters.push_back(address ? slot() : read.word());
+      }
+      break;
+    case DROP:
+      step.slots = read.list(0, slots - 1);
+  }
+  return step;
+}
+
+// The tensors of a run, by slot: those of the caller are borrowed.
+class Slots {
+ public:
+  explicit Slots(int64_t count) : handles_(count), owned_(count) {}
+  Slots(const Slots&) = delete;
+  ~Slots() {
+    for (size_t i = 0; i < handles_.size(); ++i) empty(int64_t(i));
+  }
+
+  void borrow(int64_t slot, const Tensor& t) { handles_[slot] = t.get(); }
+  void take(int64_t slot, AtenTensorHandle t) {
+    empty(slot);
+    handles_[slot] = t, owned_[slot] = true;
+  }
+  void empty(int64_t slot) {
+    if (owned_[slot]) aoti_torch_delete_tensor_object(handles_[slot]);
+    handles_[slot] = nullptr, owned_[slot] = false;
+  }
+  AtenTensorHandle operator[](int64_t slot) const {
+    STD_TORCH_CHECK(handles_[slot] != nullptr, "a program reads a tensor that is not there");
+    return handles_[slot];
+  }
+  AtenTensorHandle copy(int64_t slot) const {
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle((*this)[slot], &made));
+    return made;
+  }
+
+ private:
+  std::vector<AtenTensorHandle> handles_;
+  std::vector<bool> owned_;
+};
+
+inline StableIValue argument(const Value& value, const Slots& at) {
+  auto one = [&](auto made) { return value.maybe ? from(std::optional(made)) : from(made); };
+  switch (value.kind) {
+    case TENSOR:
+      return one(Tensor(at.copy(value.words[0])));
+    case TENSORS: {
+      std::vector<Tensor> tensors;
+      for (int64_t slot : value.words) tensors.emplace_back(at.copy(slot));
+      return one(tensors);
+    }
+    case INTEGER:
+      return one(value.words[0]);
+    case NUMBER: {
+      double number;
+      std::memcpy(&number, value.words.data(), sizeof(number));
+      return one(number);
+    }
+    case BOOLEAN:
+      return one(value.words[0] != 0);
+    case TYPE:
+      return one(ScalarType(value.words[0]));
+    case INTEGERS:
+      return one(value.words);
+  }
+  return from(std::nullopt);
+}
+
+inline void call(const Step& step, Slots& at) {
+  std::vector<StableIValue> stack(std::max(step.values.size(), step.results.size()));
+  for (size_t i = 0; i < step.values.size(); ++i) stack[i] = argument(step.values[i], at);
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(step.name.c_str(), step.overload.c_str(), stack.data(), TORCH_ABI_VERSION));
+  for (size_t i = 0; i < step.results.size(); ++i) at.take(step.results[i], to<AtenTensorHandle>(stack[i]));
+}
+
+inline std::mutex mutex;
+inline std::unordered_map<int64_t, std::shared_ptr<const Program>> programs;
+
+// words: slots, the constants' slots, steps, and the slots of the results.
+inline int64_t make(std::vector<int64_t> words, std::string names, int64_t arguments, std::vector<Tensor> constants) {
+  Reader read(words, names);
+  auto made = std::make_shared<Program>();
+  made->slots = read.word(0, 1 << 20), made->arguments = arguments;
+  STD_TORCH_CHECK(0 <= arguments && arguments <= made->slots, "a program has more arguments than slots");
+  std::vector<int64_t> held = read.list(0, made->slots - 1);
+  STD_TORCH_CHECK(held.size() == constants.size(), "a program has a constant without a slot");
+  for (size_t i = 0; i < held.size(); ++i) made->constants.emplace_back(held[i], constants[i]);
+  for (int64_t count = read.word(0, 1 << 20); count > 0; --count) made->steps.push_back(read_step(read, made->slots));
+  made->results = read.list(0, made->slots - 1);
+  STD_TORCH_CHECK(read.ended(), "a program has words behind its end");
+  static int64_t last = 0;
+  std::lock_guard lock(mutex);
+  programs[++last] = std::move(made);
+  return last;
+}
+
+inline void forget(int64_t program) {
+  std::lock_guard lock(mutex);
+  programs.erase(program);
+}
+
+inline std::shared_ptr<const Program> find(int64_t program, const std::vector<Tensor>& arguments) {
+  std::lock_guard lock(mutex);
+  auto found = programs.find(program);
+  STD_TORCH_CHECK(found != programs.end(), "there is no program ", program);
+  STD_TORCH_CHECK(int64_t(arguments.size()) == found->second->arguments && !arguments.empty(), "program ", program, " takes ",
+                  found->second->arguments, " tensors");
+  return found->second;
+}
+
+// Runs a program on tensors of a device of this kind (a shim's number). launch(step, slots) launches a kernel.
+template <typename Launch>
+std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& arguments, int32_t device_type, Launch launch) {
+  Slots at(program.slots);
+  for (int64_t i = 0; i < program.arguments; ++i) at.borrow(i, arguments[i]);
+  for (const auto& [slot, t] : program.constants) at.borrow(slot, t);
+  for (const Step& step : program.steps) {
+    AtenTensorHandle made = nullptr;
+    switch (step.kind) {
+      case MAKE:
+        TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(step.sizes.size()), step.sizes.data(), step.strides.data(), step.type, device_type,
+                                                        step.device, &made));
+        at.take(step.results[0], made);
+        break;
+      case VIEW:
+        TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(at[step.slots[0]], int64_t(step.sizes.size()), step.sizes.data(), step.strides.data(),
+                                                              step.offset, &made));
+        at.take(step.results[0], made);
+        break;
+      case OPERATOR:
+        call(step, at);
+        break;
+      case LAUNCH:
+        launch(step, at);
+        break;
+      default:
+        for (int64_t slot : step.slots) at.empty(slot);
+    }
+  }
+  std::vector<Tensor> results;
+  results.reserve(program.results.size());
+  for (int64_t slot : program.results) results.emplace_back(at.copy(slot));
+  return results;
+}
+
+}  // namespace aoquant::program
