@@ -63,7 +63,7 @@ struct Program {
 class Reader {
  public:
   Reader(const std::vector<int64_t>& words, const std::string& names) : words_(words) {
-    for (size_t begin = 0; begin < names.size();) {
+    for (size_t begin = 0; begin <= names.size();) {  // an overload may have no name, and be the last
       size_t end = std::min(names.find('\n', begin), names.size());
       names_.push_back(names.substr(begin, end - begin));
       begin = end + 1;
@@ -86,7 +86,6 @@ class Reader {
   }
 
   const std::string& name() {
-    STD_TORCH_CHECK(!names_.empty(), "a program has no names");
     return names_[word(0, int64_t(names_.size()) - 1)];
   }
 

@@ -14,6 +14,7 @@ among slots, and names are a table of their own.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -145,7 +146,11 @@ def native_program(
     for step in steps:
         written += step or ()
     words = [number(word) for word in (*written, *_list([Slot(s) for s in results]))]
-    made = library.operator("program_make")(words, "\n".join(names), len(arguments), list(constants.values()))
+    try:
+        made = library.operator("program_make")(words, "\n".join(names), len(arguments), list(constants.values()))
+    except RuntimeError as error:  # Python runs it
+        logging.getLogger("aoquant.program").debug("no words for csrc's library: %s", error)
+        return None
     return Native(library.operator("program_run"), library.operator("program_forget"), made)
 
 

@@ -116,6 +116,7 @@ IN_WORDS: dict[str, Function] = {
     "of every kind": lambda x, y: _of_words(x.clone(), y),
     "arguments as results": lambda x, y: [y, None, x, torch.mm(x, y.t()), y],
     "constants": lambda x, y: [x * ROWS, torch.mm(y, ROWS.t())],
+    "an overload without a name at the end": lambda x, y: [torch.mm(x, y.mT)],
 }
 ROWS = torch.arange(24.0).view(4, 6)
 
