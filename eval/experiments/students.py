@@ -119,7 +119,7 @@ class Student:
             torchao_quantize_(model, TORCHAO[row.recipe](), filter_fn=but_the_head)
             return model
         if self.method:
-            self._calibrate(model, get_recipe(row.recipe).make(), None)
+            self._calibrate(model, mixed(row.recipe, self.layers), None)
             return model
         prepare(model, self._training(), self.blocks_BT, batch_size=8)
         quantize_(model, _convert())

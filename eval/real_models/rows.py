@@ -26,6 +26,7 @@ MXFP4 = {"mxfp4-floor": "mxfp4-floor/mxfp4-floor", "mxfp4-ceil": "mxfp4-ceil/mxf
 MIXED = {
     "nvfp4-w4a16-gate-up": ("nvfp4", ("re:.*(gate|up)_proj=nvfp4-weight",)),
     "nvfp4-fp8-gate-up": ("nvfp4", ("re:.*(gate|up)_proj=fp8",)),
+    "nvfp4-4over6-w4a16-gate-up": ("nvfp4-4over6", ("re:.*(gate|up)_proj=nvfp4-weight",)),
 }
 RECIPES = (
     "int4-g128", "nvfp4", "vllm-w4a16-g128", "mxfp4", "int4-g32", "gguf-q4_0", "int8-int4", "vllm-w4a16-g32",
@@ -54,16 +55,16 @@ def row(name: str) -> Row:
         return Row(name, "", "float")
     if name in PEERS:
         return Row(name, "", "peer", PEERS[name])
-    if name in MIXED:
-        return Row(name, "", "aoquant", MIXED[name][0])
     layers, kv, cache = name.rpartition("kv-")
     if kv + cache in KV and name not in {recipe.name for recipe in list_recipes()}:
         if layers:
             get_recipe(layers.removesuffix("-"))
         return Row(name, "", "aoquant", name)
     recipe, _, method = name.partition("+")
+    recipe = MIXED[recipe][0] if recipe in MIXED else recipe
     if method:
         CalibrateConfig(recipe, method)  # which says what is wrong
+    if method or name in MIXED:
         return Row(name, "", "aoquant", get_recipe(recipe).name)
     recipe, _, embeddings = name.partition("@")
     if embeddings:

@@ -123,8 +123,8 @@ class Worker:
         """Make what a row lacks under a seed."""
         row = rows.row(name)
         wanted = missing(self.o, row, seed, read(self.o.csv))
-        method, embeddings = name.partition("+")[2], name.partition("@")[2]
-        layers = rows.MIXED[name][1] if name in rows.MIXED else ()
+        (mix, _, method), embeddings = name.partition("+"), name.partition("@")[2]
+        layers = rows.MIXED[mix][1] if mix in rows.MIXED else ()
         student = Student(row, self.float_model, self.task.blocks_BT.clamp(min=0), method, embeddings, layers)
         untrained = [key for key in wanted if key["stage"] != "qat"]
         trained = [key for key in wanted if key["stage"] == "qat"]
