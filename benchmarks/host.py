@@ -12,6 +12,8 @@ benchmarks/results/host.csv:
     graph    Microseconds of a step, device included: the median of 15 rounds of 20 steps, from an idle device to an
              idle device. Eager, compiled (default mode), and as a CUDA graph, where no host can be late.
 
+    autograd.Function is nn.Linear's three GEMMs in a function of Python's: the least that a quantised layer's step costs.
+
     to_linear    the time over nn.Linear's: of a step, its eager step; of other calls, its call without gradients
     to_f_linear  the time over that of a bare `F.linear(x, weight)`, which pays no module call
     to_graph     the time over that of the same layer's CUDA graph
@@ -42,7 +44,7 @@ from aoquant.recipes import get_recipe
 
 KINDS = ("host", "graph")
 RECIPES = ("int4-g128", "nvfp4", "fp8", "mxfp4", "fp8-hybrid", "nvfp4-training")
-LINEAR = "nn.Linear"
+LINEAR, FUNCTION = "nn.Linear", "autograd.Function"
 STEP, NO_GRAD, FIXED, PACKED = "step", "no grad", "fixed weights", "packed"
 HOWS = ("eager", "compiled", "graph")
 BF16 = torch.bfloat16
@@ -53,6 +55,28 @@ SERIES, REPEATS, WARM = 15, 20, 3
 OUT_OF_TIME = "not run: out of time"
 _OPEN = ExitStack()  # fixed weights, until the process ends
 Calls = dict[tuple[str, str], Run]
+
+
+class Product(torch.autograd.Function):
+    """y (M, N) = x (M, K) W^T, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.t() @ x
+
+
+class Plain(nn.Linear):
+    """nn.Linear by `Product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
 
 
 def plain(k: int, n: int) -> nn.Sequential:
@@ -103,6 +127,7 @@ def calls(recipes: Sequence[str], k: int, n: int, rows: int) -> tuple[Calls, lis
     linear = plain(k, n)[0]
     runs: Calls = {
         (LINEAR, STEP): partial(step, linear, x, g),
+        (FUNCTION, STEP): partial(step, Plain(k, n, bias=False, dtype=BF16, device=DEVICE), x, g),
         (LINEAR, NO_GRAD): partial(linear, one),
         ("F.linear", NO_GRAD): partial(F.linear, one, linear.weight),
     }
