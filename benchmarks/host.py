@@ -12,7 +12,8 @@ benchmarks/results/host.csv:
     graph    Microseconds of a step, device included: the median of 15 rounds of 20 steps, from an idle device to an
              idle device. Eager, compiled (default mode), and as a CUDA graph, where no host can be late.
 
-    autograd.Function is nn.Linear's three GEMMs in a function of Python's: the least that a quantised layer's step costs.
+    autograd.Function is nn.Linear's three GEMMs in a function of Python's: the least that a step of a quantised layer
+    costs.
 
     to_linear    the time over nn.Linear's: of a step, its eager step; of other calls, its call without gradients
     to_f_linear  the time over that of a bare `F.linear(x, weight)`, which pays no module call

@@ -53,7 +53,7 @@ COMPARED = ("--only", "int4-g128", "--turns", "1")
 @pytest.mark.parametrize(
     ("command", "name", "count"),
     [
-        (["host.py", "--recipes", "int4-g128"], "host.csv", 11),
+        (["host.py", "--recipes", "int4-g128"], "host.csv", 12),
         pytest.param(["moe.py", "--recipes", "nvfp4"], "moe.csv", 20, marks=pytest.mark.slow),
         pytest.param(
             ["compare.py", str(ROOT), "host", *COMPARED, "--slack", "50"], "host.csv", 8, marks=pytest.mark.slow
