@@ -103,7 +103,7 @@ def seconds(run: Run, repeats: int, device: torch.device) -> float:
     for _ in range(repeats):
         run()
     wait(device)
-    return (time.perf_counter() - start) / repeats
+    return max(time.perf_counter() - start, 1e-6) / repeats  # some clocks stand still for milliseconds
 
 
 def warm(cell: Cell, variant: str) -> tuple[Run, float | None]:

@@ -116,7 +116,7 @@ def host_seconds(run: Run, repeats: int, device: torch.device) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    taken = (time.perf_counter() - start) / repeats
+    taken = max(time.perf_counter() - start, 1e-6) / repeats  # as `seconds`
     wait(device)
     return taken
 
