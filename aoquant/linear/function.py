@@ -167,7 +167,7 @@ def quantized_linear(
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
     if not tracing and not torch.is_grad_enabled():
         given = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
-        if x.device.type in replay.DEVICES and weight is not None and replay.takes(x, weight, bias, given):
+        if x.device.type in replay.DEVICES and replay.takes(x, weight, bias, given):
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
         return multiply(x, weight, bias, given)[0]
     rows = columns = None
@@ -228,7 +228,7 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        if x.device.type in replay.DEVICES and w is not None and replay.takes(x, w, bias, given):
+        if x.device.type in replay.DEVICES and replay.takes(x, w, bias, given):
             y, tensors, ctx.layout, ctx.step = replay.forward(multiply, x, w, bias, given, needs)
         else:
             (y, saved), ctx.step = multiply(x, w, bias, given, needs), None

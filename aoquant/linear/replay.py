@@ -6,9 +6,9 @@ later ones run the kernels alone, forward and backward apart. Layers with equal 
 and their order are those of the page, and so are the bits.
 
 Only on `DEVICES`, where steps wait for the host. A call that is not ordinary takes the page: scales, transforms or
-codes that the layer holds, sharded weights, dispatch modes, autocast, forced backends, a CUDA graph's capture.
-Recording waits for the device. So the first `MOST` kinds of calls are recorded and no others: in batches of ever new
-lengths most calls take the page.
+codes that the layer holds beside its weight, sharded weights, dispatch modes, autocast, forced backends, a CUDA graph's
+capture. Recording waits for the device. So the first `MOST` kinds of calls are recorded and no others: in batches of
+ever new lengths most calls take the page.
 """
 
 from __future__ import annotations
@@ -135,18 +135,20 @@ _steps: dict[Any, Step] = {}
 
 
 def forward(
-    multiply: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, given: Any, needs: Any
+    multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
 ) -> tuple[Tensor, Sequence[Tensor | None], Layout, Step | None]:
     """Return (y, the tensors that backward reads, their layout, what repeats the backward) of a call of `multiply`."""
-    shared, layer = (given.rows, given.columns), given.layer
+    shared, layer, packed = (given.rows, given.columns), given.layer, given.packed
     found = [None if codes is None else codes.take(layer) for codes in shared]
     of_codes = tuple([-(codes is None) if f is None else f.k for codes, f in zip(shared, found, strict=True)])
-    of_tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, w, bias)])
-    key = given.recipe, needs, of_tensors, of_codes, given.rank, x.get_device(), router.generation()
+    tensors = [x, w, bias, *(packed or _NOTHING)[:4]]
+    of_tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
+    k = None if packed is None else packed.k
+    key = given.recipe, needs, of_tensors, k, of_codes, given.rank, x.get_device(), router.generation()
     step = _steps.get(key)
     if step is None and len(_steps) < MOST:
         step = _steps.setdefault(key, Step())
-    arguments = [x, w, bias, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]]
+    arguments = [*tensors, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]]
     made: Any
     if step is not None and isinstance(step.forward, Forward):
         program, layout, count, left = step.forward
@@ -170,7 +172,7 @@ def forward(
 def _flat_forward(
     multiply: Callable[..., Any],
     x: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     bias: Tensor | None,
     given: Any,
     needs: Any,
@@ -187,12 +189,16 @@ def _flat_forward(
 _NOTHING = (None,) * 4
 
 
-def takes(x: Tensor, w: Tensor, bias: Tensor | None, given: Any) -> bool:
+def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
     """Return whether a call is an ordinary one, which `forward` takes."""
+    low = 0
+    for t in (x, w, bias) if given.packed is None else (x, bias, *given.packed[:4]):
+        if t is not None:
+            if type(t) not in _PLAIN:
+                return False
+            low |= t.data_ptr()
     return (
-        type(w) in _PLAIN
-        and type(x) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
+        low % 16 == 0
         and given.x_held is None
         and given.w_held is None
         and given.fixed is None
@@ -201,7 +207,6 @@ def takes(x: Tensor, w: Tensor, bias: Tensor | None, given: Any) -> bool:
         and x.numel() > 0
         and x is not w
         and not _unusual(x)
-        and not (x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16
     )
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from aoquant import calibrate, ops, quantize_
+from aoquant import QATConfig, calibrate, ops, quantize_
 from aoquant.calibrate import uncalibrated
 from aoquant.linear import function, replay
 from aoquant.ops import program
@@ -128,6 +128,26 @@ def test_two_layers_with_one_input(recipe: str, device: torch.device, pages: Any
     if uncalibrated(layers):
         calibrate(layers, lambda model: [layer(tokens(layers, 9)) for layer in model])
     check(called(plain), layers, pages, repeated=is_recorded(recipe, layers))
+
+
+def _through_packed(layers: Layers, i: int) -> list[Tensor | None]:
+    """As under LoRA: the input's gradient alone; and, without gradients, by the page rather than a bound kernel."""
+    x = tokens(layers, i).requires_grad_()
+    ys = [layer(x) for layer in layers]
+    with torch.no_grad():
+        codes = [layer.weight.encoded for layer in layers]
+        apart = [
+            function.quantized_linear(x, w, layer.bias, layer.weight.recipe)
+            for layer, w in zip(layers, codes, strict=True)
+        ]
+    return [*ys, *torch.autograd.grad(ys, x, [wave(y.detach()) for y in ys]), *apart]
+
+
+@pytest.mark.parametrize("recipe", [*SOME, "int8", "mxfp4"])
+def test_packed_layers(recipe: str, device: torch.device, pages: Counter[str]) -> None:
+    layers = prepared(recipe, device)
+    quantize_(layers, QATConfig(step="convert"))
+    check(_through_packed, layers, pages, kinds=1, repeated=not recipe.startswith(UNRECORDED[device.type]))
 
 
 @pytest.mark.gpu
