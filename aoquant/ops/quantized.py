@@ -63,5 +63,10 @@ class Ask(NamedTuple):
     measured: Tensor | None = None
     random: Random | None = None
 
+    @property
+    def form(self) -> str:
+        """Return how an encoder makes the values: "" for none, "operand", or "decode" with all scales."""
+        return "" if self.values is None else "operand" if self.operand else "decode"
+
 
 CODES = Ask()

@@ -136,7 +136,7 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     if kernels is not None and kernels.draws:
         if ask.random is None:
             return Side(operand.encode(x_RK))  # which says why not
-        drawn: Side = kernels.file.draw(operand, x_RK, ask.values, ask.random, ask.measured)
+        drawn: Side = kernels.file.draw(operand, x_RK, ask)
         return drawn if ask.codes else drawn._replace(encoded=None)
     measured = ask.measured
     if ask.held is not None and not ask.held.dynamic:
@@ -150,17 +150,18 @@ def in_one_pass(
     made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
 ) -> Side:
     """Codes and scales if `keep`, values in `dtype` unless it is None, and the operand's alpha."""
-    format, kernels = made.format, kernels_of(made.format)
-    if made.transform is None:
-        assert kernels is not None
-        return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, None)
-    if kernels is not None and kernels.mixes and isinstance(made.transform, Hadamard):
-        return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
-    y_RK = transform(made, x_RK, None)
-    if format.lossless:
-        return Side(format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None)
+    ask = Ask(keep, dtype, operand, measured=measured)
+    format, kernels, mix = made.format, kernels_of(made.format), None
+    if made.transform is not None:
+        if kernels is not None and kernels.mixes and isinstance(made.transform, Hadamard):
+            mix = made
+        else:
+            x_RK = transform(made, x_RK, None)
+            if format.lossless:
+                return Side(format.encode(x_RK) if keep else None, None if dtype is None else x_RK.to(dtype), None)
     assert kernels is not None
-    return kernels.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
+    side: Side = kernels.encoders(format).encode(format, x_RK, ask, mix)
+    return side
 
 
 def decode(

@@ -5,10 +5,10 @@ A kernel serves exact classes of formats. A subclass has other numbers, so it ne
 imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers (`encode`,
 `decode`) in a file of `ops/triton`, and its record here.
 
-    encode(format, x_RK, dtype or None, operand, keep, measured, mix) -> Side
+    encode(format, x_RK, ask, mix) -> Side; of `ask`: codes, values, operand and measured
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
-    draw(operand, x_RK, dtype, random, outer) -> Side, where `draws`; outer: given, or None
+    draw(operand, x_RK, ask) -> Side with codes, where `draws`; of `ask`: values, random and measured
     sides(format, x_RK, padded) -> Quantized, where `sides`
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
@@ -181,7 +181,7 @@ KERNELS = (
     ),
     Kernels("float8_kernels", (Float8Mslk,), why_not=_why_not_float8),
     Kernels(
-        "te_float8_kernels",
+        "float8_kernels",
         (TEFloat8,),
         has=lambda f: not f.fixed,
         why_not=_why_not_float8,

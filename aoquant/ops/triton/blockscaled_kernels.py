@@ -12,20 +12,20 @@ encodes x, W and dy along their other axis, and a copy of each would cost as muc
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded, Operand
+from aoquant.formats import MX, NVFP4, Encoded, MXFP4Dialect, NVFP4Dialect, Operand
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
-from ..quantized import Side
+from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
 from .element_codes import (
     INF_BITS,
@@ -49,6 +49,7 @@ from .launch import LAUNCHES, Launch
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
+Blockscaled = MX | NVFP4 | MXFP4Dialect | NVFP4Dialect
 
 
 @triton.jit
@@ -92,8 +93,8 @@ def load_blocks(
     elif G:
         T: tl.constexpr = NB * B // G
         whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
-        mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
-        return float_bits(tl.reshape(mixed, (NB, B)))
+        y = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
+        return float_bits(tl.reshape(y, (NB, B)))
     else:
         inside = (tile * NB + tl.arange(0, NB) < n_blocks)[:, None]
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
@@ -211,9 +212,11 @@ def _encode(
 @triton.jit
 def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
-    ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+    ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the scale; one a row (OUTER_STRIDE 1), or one in all (0)."""
+    """OUTER: whether the outer scale multiplies the scale; one a row (OUTER_STRIDE 1), or one in all (0). POST
+    multiplies it last.
+    """
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
@@ -222,6 +225,7 @@ def _decode(
     scale = e8m0_value(byte.to(tl.int32)) if MX_SCALE else byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if OUTER:
         scale = tl.load(outer_ptr + (block // blocks_per_row) * OUTER_STRIDE, mask=inside, other=0.0) * scale
+    scale = scale * POST
     if ELEMENT == "e2m1":
         half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
         code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
@@ -246,23 +250,35 @@ def _encoder(
     across: bool,
     outers: int = 1,
 ) -> Launch:
+    grid, common = frame(format, rows, k, transform, inverse, across)
+    element, of = format.element, ELEMENTS[format.element]
+    return Launch(
+        _encode, grid, outer_blocks=rows // outers * k // format.block, pts=format.fixed[0] if format.fixed else 0.0,
+        OUTER=outer, POWER=format.power_of_two, RULE=format.rule, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
+        SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, **common,
+    )  # fmt: skip
+
+
+def frame(
+    format: Blockscaled, rows: int, k: int, transform: Hadamard | None, inverse: bool, across: bool
+) -> tuple[tuple[int], dict[str, Any]]:
+    """(the grid, the arguments of every encoder of blocks)."""
     warps = 1 if transform is None else ENCODE_WARPS[transform.size]
     tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
     high = TILE // format.block if across else 0
     programs = triton.cdiv(rows, high) * (k // format.block) if across else triton.cdiv(rows * k, tile)
-    mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
-    if transform is not None:
-        mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
-    element, of = format.element, ELEMENTS[format.element]
-    return Launch(
-        _encode, (programs,),
-        n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=high, outer_blocks=rows // outers * k // format.block,
-        pts=format.fixed[0] if format.fixed else 0.0, OUTER=outer, POWER=format.power_of_two,
-        RULE=format.rule, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
-        MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
-        SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
-        **mixing, **LAUNCH | {"num_warps": warps},
-    )  # fmt: skip
+    return (programs,), {
+        "n_blocks": rows * k // format.block, "rows": rows, "k": k, "ACROSS": high, "NB": tile // format.block,
+        "B": format.block, "N_PARTIALS": PARTIALS, **mixed(transform, inverse), **LAUNCH, "num_warps": warps,
+    }  # fmt: skip
+
+
+def mixed(transform: Hadamard | None, inverse: bool) -> dict[str, Any]:
+    """The arguments that say which transform an encoder applies first."""
+    if transform is None:
+        return {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
+    return {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
 
 
 def memory(x_RK: Tensor) -> tuple[Tensor, bool]:
@@ -276,64 +292,74 @@ def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
     return (None, False) if mix is None else (mix.transform, mix.inverse)  # type: ignore[return-value]
 
 
-def encode(
-    format: MX | NVFP4,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
+class Outputs(NamedTuple):
+    """Where an encoder writes codes (R, bytes) and scales of blocks, both as bytes, and values (R, K); None: not
+    those.
+    """
 
-    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
+    codes: Tensor | None
+    scale: Tensor | None
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, format: Any, x_RK: Tensor, ask: Ask) -> Outputs:
+        """Return memory for what `ask` asks for of x in a format with scales of one byte."""
+        (rows, k), device, codes, scale = x_RK.shape, x_RK.device, None, None
+        values = None if ask.values is None else torch.empty(rows, k, dtype=ask.values, device=device)
+        if ask.codes:
+            codes = torch.empty(rows, k * format.bits // 8, dtype=torch.uint8, device=device)
+            scale = torch.empty(-(-rows // format.tile_rows), k // format.block, dtype=torch.uint8, device=device)
+        return cls(codes, scale, values)
+
+    def side(self, format: Any, outer: Tensor | None, alpha: Tensor | None) -> Side:
+        """Return what was written, as codes of `format` under an outer scale, and the operand's alpha."""
+        if self.codes is None or self.scale is None:
+            return Side(None, self.values, alpha)
+        codes = self.codes if format.bits == 4 else self.codes.view(FLOAT8[format.element])
+        k = format.block * self.scale.shape[1]
+        return Side(Encoded(codes, self.scale.view(format.block_scale), None, outer, k), self.values, alpha)
+
+
+def encode(format: MX | NVFP4, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK, behind the Hadamard transform of `mix`, if it is not None, in the same pass.
+
+    ask.measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
         scale; or those (E, 1) of E matrices that are stacked in x_RK, rows under rows.
-    mix: its Hadamard transform is applied first, in the same pass.
     """
     transform, inverse = mixing(mix)
     x_RK, across = memory(x_RK) if transform is None else (x_RK.contiguous(), False)
-    (rows, k), device = x_RK.shape, x_RK.device
-    element = format.element
-    codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
-    scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
+    made, measured = Outputs.of(format, x_RK, ask), ask.measured
     outer = partials = None
     kind = format.outer
     outers = 1 if measured is None else measured.numel()
     if kind == "dynamic" and measured is not None:
         kind, outer = "measured" if outers == 1 else "stacked", measured
     elif kind not in ("", "none"):
-        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        outer = torch.empty(1, 1, dtype=torch.float32, device=x_RK.device)
         if kind == "dynamic" and transform is None:
             partials = absmax_partials(x_RK.t() if across else x_RK)
         elif kind == "dynamic" and transform is not None:
             partials = mixed_partials(x_RK, transform, inverse, PARTIALS)
-    made = "" if dtype is None else "operand" if operand else "decode"
-    launch = _encoder(format, rows, k, kind, keep, made, transform, inverse, across, outers)
-    launch(x_RK, partials, codes, scale, outer, values)
-    if codes is None or scale is None:
-        return Side(None, values, outer)
-    codes = codes if element == "e2m1" else codes.view(FLOAT8[element])
-    return Side(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer)
+    launch = _encoder(format, *x_RK.shape, kind, ask.codes, ask.form, transform, inverse, across, outers)
+    launch(x_RK, partials, made.codes, made.scale, outer, made.values)
+    return made.side(format, outer, outer)
 
 
 @lru_cache(LAUNCHES)
-def _decoder(format: MX | NVFP4, rows: int, k: int, outer_rows: int) -> Launch:
+def _decoder(format: Blockscaled, rows: int, k: int, outer_rows: int, post: float) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),
         n_blocks=rows * k // format.block, blocks_per_row=k // format.block, OUTER_STRIDE=int(outer_rows > 1),
         ELEMENT=format.element, MX_SCALE=format.block_scale == torch.float8_e8m0fnu, OUTER=outer_rows > 0,
-        NB=TILE // format.block, B=format.block, **LAUNCH,
+        POST=post, NB=TILE // format.block, B=format.block, **LAUNCH,
     )  # fmt: skip
 
 
-def decode(format: MX | NVFP4, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
-    """(R, K) values in `dtype`: the operand, or decoded."""
-    assert e.scale is not None
+def decode(format: Blockscaled, e: Encoded, dtype: torch.dtype, operand: bool, post: float = 1.0) -> Tensor:
+    """(R, K) values in `dtype`: the operand, or decoded. post: multiplies the scales last."""
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     outer = None if operand else e.outer
-    codes, scale = e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8)
-    _decoder(format, rows, e.k, 0 if outer is None else outer.shape[0])(codes, scale, outer, values)
+    codes, scale = e.codes.contiguous().view(torch.uint8), e.scales.contiguous().view(torch.uint8)
+    _decoder(format, rows, e.k, 0 if outer is None else outer.shape[0], post)(codes, scale, outer, values)
     return values

@@ -11,7 +11,6 @@ QuEST's trust mask is made by the same kernel: it then writes only which values 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -25,10 +24,10 @@ from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
-from ..quantized import Side
-from . import tile_kernels
-from .amax_kernels import PARTIALS, absmax_partials
-from .blockscaled_kernels import LAUNCH, TILE, blocks_of, load_blocks, memory, mixing, within
+from ..quantized import Ask, Side
+from . import blockscaled_kernels, tile_kernels
+from .amax_kernels import absmax_partials
+from .blockscaled_kernels import Outputs, blocks_of, frame, load_blocks, memory, mixing, within
 from .element_codes import (
     INF_BITS,
     NAN_BITS,
@@ -42,9 +41,7 @@ from .element_codes import (
     pack_e2m1,
     te_factor,
     te_scale,
-    unpack4,
 )
-from .hadamard_kernels import ENCODE_WARPS, WARP
 from .launch import LAUNCHES, Launch
 
 HUGE_BITS = tl.constexpr(0x5D800000)  # 2^60
@@ -77,16 +74,16 @@ def _deviation(x, amax_bits, NB: tl.constexpr):
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, alpha_ptr, values_ptr, clipped_ptr, n_blocks, rows, k, fixed,
     DIALECT: tl.constexpr, DYNAMIC: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
-    SIXTH: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr, LARGEST: tl.constexpr, FACTOR: tl.constexpr,
+    SIXTH: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr, LARGEST: tl.constexpr, QUEST: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
-    G: tl.constexpr, SIGNS: tl.constexpr, MIX: tl.constexpr, ACROSS: tl.constexpr,
+    G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without,
     "decode" with the outer scale.
 
-    clipped_ptr: for a bit of each value, 1 where an e8m0 block's largest code clips; or None. G, SIGNS, MIX: a Hadamard
-        transform's, or 0. ACROSS: as in `blocks_of`, over (rows, k). alpha_ptr: for outer * POST, where alpha is not
-        the outer scale; or None.
+    clipped_ptr: for a bit of each value, 1 where an e8m0 block's largest code clips; or None. alpha_ptr: for outer *
+        POST, where alpha is not the outer scale; or None. G, SIGNS, FACTOR: a Hadamard transform's, or 0. ACROSS: as
+        in `blocks_of`, over (rows, k).
     """
     one = tl.full([], 1.0, tl.float32)
     outer = one
@@ -113,14 +110,14 @@ def _encode(
         block, there = blocks_of(tile, n_blocks, rows, k, NB, B, ACROSS)
         at = within(tile, block, NB, B, ACROSS)
         inside = there[:, None]
-        x = load_blocks(x_ptr, tile, n_blocks, rows, k, NB, B, G, SIGNS, MIX, ACROSS)
+        x = load_blocks(x_ptr, tile, n_blocks, rows, k, NB, B, G, SIGNS, FACTOR, ACROSS)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         ones = tl.full([NB], 1.0, tl.float32)
         if B == 32:
             v = bits_float(amax)
             if DIALECT == "quest":
-                v = _deviation(bits_float(x), amax, NB) * FACTOR
+                v = _deviation(bits_float(x), amax, NB) * QUEST
             byte = (float_bits(v + TINY) >> 23) & 0xFF
             inverse = bits_float(tl.where(byte == 255, NAN_BITS, tl.where(byte == 254, 1 << 22, (254 - byte) << 23)))
             y = bits_float(magnitude) * inverse[:, None] * GAIN
@@ -160,61 +157,20 @@ def _encode(
             tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _decode(
-    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
-    OUTER: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """OUTER: whether there is an outer scale, one a row (OUTER_STRIDE 1) or one in all (0); POST multiplies the scales
-    after it.
-    """
-    tile = tl.program_id(0).to(tl.int64)
-    block = tile * NB + tl.arange(0, NB)
-    at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
-    inside = block < n_blocks
-    byte = tl.load(scale_ptr + block, mask=inside, other=0)
-    step = e8m0_value(byte.to(tl.int32)) if B == 32 else byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if OUTER:
-        step = step * tl.load(outer_ptr + (block // blocks_per_row) * OUTER_STRIDE, mask=inside, other=0.0)
-    step = step * POST
-    half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
-    code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
-    value = e2m1_value(code, (code & 8) << 28) * step[:, None]
-    tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
-
-
-def encode(
-    format: MXFP4Dialect | NVFP4Dialect,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
-
-    mix: its Hadamard transform is applied first, in the same pass, before an e8m0 format. measured: not used.
-    """
+def encode(format: MXFP4Dialect | NVFP4Dialect, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK; an e8m0 format behind the Hadamard transform of `mix`, in the same pass."""
     transform, inverse = mixing(mix)
     x_RK, across = memory(x_RK) if transform is None else (x_RK.contiguous(), False)
-    (rows, k), device = x_RK.shape, x_RK.device
-    codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
-    scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = partials = None
+    made, outer, partials = Outputs.of(format, x_RK, ask), None, None
     if format.per_tensor or format.fixed:
-        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        outer = torch.empty(1, 1, dtype=torch.float32, device=x_RK.device)
         partials = None if format.fixed else absmax_partials(x_RK.t() if across else x_RK)
     alpha = outer if outer is None or format.post == 1.0 else torch.empty_like(outer)
-    made = "" if dtype is None else "operand" if operand else "decode"
-    launch = _encoder(format, rows, k, keep, made, transform, inverse, across)
-    launch(x_RK, partials, codes, scale, outer, None if alpha is outer else alpha, values, None)
+    launch = _encoder(format, *x_RK.shape, ask.codes, ask.form, transform, inverse, across)
+    launch(x_RK, partials, made.codes, made.scale, outer, None if alpha is outer else alpha, made.values, None)
     if format.gain != 1:
-        alpha = torch.full((1, 1), format.post, dtype=torch.float32, device=device)
-    if codes is None or scale is None:
-        return Side(None, values, alpha)
-    return Side(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, alpha)
+        alpha = torch.full((1, 1), format.post, dtype=torch.float32, device=x_RK.device)
+    return made.side(format, outer, alpha)
 
 
 def saturated(format: MXFP4Dialect, x_RK: Tensor, mix: Operand) -> Tensor:
@@ -240,41 +196,16 @@ def _encoder(
     inverse: bool,
     across: bool,
 ) -> Launch:
-    warps, tile = 1, TILE
-    kind: dict[str, Any] = {
-        "DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny, "DYNAMIC": format.per_tensor, "G": 0, "SIGNS": 0, "MIX": 1.0,
-    }  # fmt: skip
-    if transform is not None:
-        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
-        warps = ENCODE_WARPS[transform.size]
-        tile = WARP * warps * transform.size  # a block of the transform for each lane
-    high = TILE // format.block if across else 0
-    programs = triton.cdiv(rows, high) * (k // format.block) if across else triton.cdiv(rows * k, tile)
+    grid, common = frame(format, rows, k, transform, inverse, across)
     return Launch(
-        _encode, (programs,), n_blocks=rows * k // format.block, rows=rows, k=k, fixed=format.fixed[0] if format.fixed else 0.0, ACROSS=high,
-        POST=format.post, SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
-        FACTOR=QUEST, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
-        **kind, **LAUNCH | {"num_warps": warps},
-    )  # fmt: skip
-
-
-@lru_cache(LAUNCHES)
-def _decoder(format: MXFP4Dialect | NVFP4Dialect, rows: int, k: int, outer_rows: int, operand: bool) -> Launch:
-    return Launch(
-        _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // format.block, blocks_per_row=k // format.block,
-        OUTER_STRIDE=int(outer_rows > 1), OUTER=outer_rows > 0, POST=1.0 if operand else format.post, NB=TILE // format.block,
-        B=format.block, **LAUNCH,
+        _encode, grid, fixed=format.fixed[0] if format.fixed else 0.0, DIALECT=format.statistic, GAIN=format.gain,
+        TINY=format.tiny, DYNAMIC=format.per_tensor, POST=format.post, SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP),
+        SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX, QUEST=QUEST, CODES=codes, VALUES=values, **common,
     )  # fmt: skip
 
 
 def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
-    assert e.scale is not None
     if isinstance(format, NVFP4Dialect) and format.tile > 1:
         return tile_kernels.decode(format, e, dtype, operand)
-    rows = e.codes.shape[0]
-    values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    outer = None if operand else e.outer
-    codes, scale = e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8)
-    _decoder(format, rows, e.k, 0 if outer is None else outer.shape[0], operand)(codes, scale, outer, values)
-    return values
+    return blockscaled_kernels.decode(format, e, dtype, operand, 1.0 if operand else format.post)

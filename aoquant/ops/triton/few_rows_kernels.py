@@ -148,12 +148,12 @@ def decode_mm(
     """(M, N) in x's dtype. kind: that of ops/gemm/few_rows.py. alpha_x: (M, 1) or (1, 1);
     alpha_w: (N, 1) or (1, 1); both float32.
     """
-    assert w.scale is not None and format.block is not None
+    assert format.block is not None
     (m, k), n = x_MK.shape, w.codes.shape[0]
     per_split = _tiles_of_a_split(x_MK.device, n, k)
     splits = triton.cdiv(triton.cdiv(k, BK), per_split)
     bm = 16 if m <= 16 else triton.next_power_of_2(min(m, ROWS))
-    scale = w.scale.contiguous() if kind == "int4" else w.scale.contiguous().view(torch.uint8)
+    scale = w.scales.contiguous() if kind == "int4" else w.scales.contiguous().view(torch.uint8)
     partial = torch.empty(splits, m, n, dtype=torch.float32, device=x_MK.device)
     _partial[(triton.cdiv(n, BN), splits, triton.cdiv(m, bm))](
         x_MK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), partial, m, n, k, per_split,

@@ -2,7 +2,11 @@
 multiplies.
 
 A program has a row: the whole of it or, of a longer one and where many are long, a piece at a time (row_width.py).
-Blocks of 1 x 128 are a stream of rows of 128; a block of 128 x 128 is one program's.
+Blocks of 1 x 128 are a stream of rows of 128; a block of 128 x 128 is one program's. One scale for the tensor needs its
+absmax first: `absmax_partials` leaves partial maxima, and every program of the encoder takes their maximum.
+
+TransformerEngine multiplies values by a factor, and stores its reciprocal (`formats/te_float8.py`). TE says so: "" for
+the scales of `formats/float8.py`, "pow2" for a factor that is rounded down to a power of two, or "exact".
 """
 
 from __future__ import annotations
@@ -14,19 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8, Operand
-from aoquant.formats.elements import ELEMENTS, FLOAT8
+from aoquant.formats import Encoded, Float8, Operand, TEFloat8
+from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 
-from ..quantized import Side
+from ..quantized import Ask, Quantized, Side
 from .amax_kernels import PARTIALS, absmax_partials
-from .element_codes import bits_float, float8_code, float_bits, most, quotient, through
+from .element_codes import INF_BITS, NAN_BITS, bits_float, float8_code, float_bits, least, most, quotient, through
 from .launch import LAUNCHES, Launch
 from .row_width import row_width
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 4096
 LONGEST = 16384  # values of a row that a program keeps in registers
+SQUARE = 128  # rows and columns of a tile that is written both ways
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -70,6 +75,36 @@ def divided(x, s, fits):
 
 
 @triton.jit
+def _factor(amax_bits, LIMIT: tl.constexpr, LARGEST: tl.constexpr, TE: tl.constexpr):
+    """Return what TransformerEngine multiplies values by, from the bits of their absmax; 1 for 0, Inf and NaN."""
+    amax = bits_float(amax_bits)
+    factor = least(tl.div_rn(tl.zeros_like(amax) + LIMIT, amax), LARGEST)
+    if TE == "pow2":
+        factor = bits_float(float_bits(factor) & 0x7F800000)
+    return tl.where((amax_bits == 0) | (amax_bits >= INF_BITS), 1.0, factor)
+
+
+@triton.jit
+def _times_code(x, factor, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
+    """x * factor, saturated, as float8; NaN for an infinite x."""
+    x = bits_float(tl.where((float_bits(x) & 0x7FFFFFFF) == INF_BITS, NAN_BITS, float_bits(x)))
+    return float8_code(x * factor, LIMIT, ELEMENT)
+
+
+@triton.jit
+def _scale_and_factor(
+    amax_bits, RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, TE: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """(scales that are stored; TransformerEngine's factors, or the scales) from the bits of absolute maxima."""
+    if TE == "":
+        scale = _scale(amax_bits, RECIPROCAL, DTYPE)
+        return scale, scale
+    else:
+        factor = _factor(amax_bits, LIMIT, LARGEST, TE)
+        return tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor), factor
+
+
+@triton.jit
 def _encode_row(
     x_ptr, codes_ptr, scale_ptr, values_ptr, k,
     RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, ELEMENT: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
@@ -106,16 +141,17 @@ def _encode_row(
 @triton.jit
 def _encode_tensor(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, values_ptr, n,
-    RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, ELEMENT: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
-    DTYPE: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+    RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, TE: tl.constexpr, ELEMENT: tl.constexpr,
+    CODES: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    scale = _scale(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0), RECIPROCAL, DTYPE)
+    largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
+    scale, factor = _scale_and_factor(largest, RECIPROCAL, LIMIT, LARGEST, TE, DTYPE)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
     # backwards: what the first pass read last is what the L2 cache still holds
     at = tl.cast(tl.num_programs(0) - 1 - tl.program_id(0), tl.int64) * B + tl.arange(0, B)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    code = _code(x, scale, LIMIT, ELEMENT)
+    code = _code(x, scale, LIMIT, ELEMENT) if TE == "" else _times_code(x, factor, LIMIT, ELEMENT)
     if CODES:
         tl.store(codes_ptr + at, code.to(tl.uint8, bitcast=True), mask=at < n)
     if VALUES != "":
@@ -128,10 +164,10 @@ def _encode_tensor(
 @triton.jit
 def _encode_blocks(
     x_ptr, codes_ptr, scale_ptr, values_ptr, rows, k,
-    RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, ELEMENT: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
-    DTYPE: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, TE: tl.constexpr, ELEMENT: tl.constexpr,
+    CODES: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """R x B values a program; TALL: they have one scale, otherwise each row has one."""
+    """R x B values a program; TALL: they have one scale, otherwise each row has one. Values are decoded ones."""
     line = tl.arange(0, R)
     row = tl.program_id(0) * R + line
     at = tl.cast(row, tl.int64)[:, None] * k + (tl.program_id(1) * B + tl.arange(0, B))[None, :]
@@ -140,16 +176,40 @@ def _encode_blocks(
     largest = tl.max(float_bits(x) & 0x7FFFFFFF, axis=1)
     if TALL:
         largest = tl.max(largest, axis=0) + tl.zeros([R], tl.int32)
-    scale = _scale(largest, RECIPROCAL, DTYPE)
+    scale, factor = _scale_and_factor(largest, RECIPROCAL, LIMIT, LARGEST, TE, DTYPE)
     index = (tl.program_id(0) if TALL else row) * tl.num_programs(1) + tl.program_id(1)
     tl.store(scale_ptr + index + tl.zeros_like(line), scale, mask=(line == 0) if TALL else (row < rows))
-    s = scale[:, None]
-    fits = (scale > 2.0**-60) & (scale < 2.0**60)
-    code = float8_code(divided(x, s, tl.min(fits.to(tl.int32), axis=0) == 1), LIMIT, ELEMENT)
+    if TE == "":
+        s, fits = scale[:, None], (scale > 2.0**-60) & (scale < 2.0**60)
+        code = float8_code(divided(x, s, tl.min(fits.to(tl.int32), axis=0) == 1), LIMIT, ELEMENT)
+    else:
+        code = _times_code(x, factor[:, None], LIMIT, ELEMENT)
     if CODES:
         tl.store(codes_ptr + at, code.to(tl.uint8, bitcast=True), mask=inside)
     if VALUES != "":
-        tl.store(values_ptr + at, (code.to(tl.float32) * s).to(values_ptr.dtype.element_ty), mask=inside)
+        value = code.to(tl.float32) * scale[:, None]
+        tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _encode_sides(
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, columns_ptr, rows, k, padded,
+    LIMIT: tl.constexpr, LARGEST: tl.constexpr, ELEMENT: tl.constexpr, T: tl.constexpr, N_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """A T x T tile by TransformerEngine's rule, under one scale for the tensor: its codes where they lie in x, and
+    where they lie in x^T, whose rows are `padded` with zeros.
+    """
+    factor = _factor(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0), LIMIT, LARGEST, "exact")
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), factor))
+    row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    column = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)
+    at, inside = row[:, None] * k + column[None, :], (row < rows)[:, None] & (column < k)[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    code = _times_code(x, factor, LIMIT, ELEMENT).to(tl.uint8, bitcast=True)
+    tl.store(codes_ptr + at, code, mask=inside)
+    inside = (column < k)[:, None] & (row < padded)[None, :]
+    tl.store(columns_ptr + column[:, None] * padded + row[None, :], tl.trans(code), mask=inside)
 
 
 @triton.jit
@@ -177,7 +237,13 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
         "RECIPROCAL": reciprocal(limit), "LIMIT": limit, "ELEMENT": format.element, "CODES": codes, "VALUES": values,
         "DTYPE": TL_DTYPE[source], **NO_FUSION,
     }  # fmt: skip
-    if format.per == "row":
+    if format.per != "row":
+        te = isinstance(format, TEFloat8)
+        constants |= {
+            "LARGEST": FLOAT32_MAX,
+            "TE": "" if not te else "pow2" if format.block and format.pow2 else "exact",
+        }
+    else:
         width = row_width(rows, k, LONGEST)
         warps = min(16, max(1, width // 512))
         return Launch(
@@ -195,33 +261,45 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
     return Launch(_encode_blocks, grid, rows=rows, k=k, TALL=tall, R=height, B=width, num_warps=warps, **constants)
 
 
-def encode(
-    format: Float8,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
-
-    measured, mix: not used.
-    """
+def encode(format: Float8, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK. mix: not used."""
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     shape = {"row": (rows, 1), "tensor": (1, 1)}.get(format.per) or (triton.cdiv(rows, format.rows), k // format.cols)
-    codes = torch.empty(rows, k, dtype=torch.uint8, device=device) if keep else None
+    codes = torch.empty(rows, k, dtype=torch.uint8, device=device) if ask.codes else None
     scale = torch.empty(shape, dtype=torch.float32, device=device)
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    made = "" if dtype is None else "operand" if operand else "decode"
-    launch = _encoder(format, rows, k, x_RK.dtype, keep, made)
+    values = None if ask.values is None else torch.empty(rows, k, dtype=ask.values, device=device)
+    launch = _encoder(format, rows, k, x_RK.dtype, ask.codes, ask.form)
     if format.per == "tensor":
         launch(x_RK, absmax_partials(x_RK), codes, scale, values)
     else:
         launch(x_RK, codes, scale, values)
     encoded = None if codes is None else Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k)
     return Side(encoded, values, None if format.block else scale)
+
+
+@lru_cache(LAUNCHES)
+def _sides(format: TEFloat8, rows: int, k: int, padded: int) -> Launch:
+    return Launch(
+        _encode_sides, (triton.cdiv(padded, SQUARE), triton.cdiv(k, SQUARE)), rows=rows, k=k, padded=padded,
+        LIMIT=ELEMENTS[format.element].largest, LARGEST=FLOAT32_MAX, ELEMENT=format.element, T=SQUARE, N_PARTIALS=PARTIALS,
+        num_warps=8, **NO_FUSION,
+    )  # fmt: skip
+
+
+def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> Quantized:
+    """Codes and scale of x_RK under one scale for the tensor, and of x^T (K, padded), reading x twice: for its absmax,
+    and once for both.
+    """
+    x_RK = x_RK.contiguous()
+    (rows, k), device = x_RK.shape, x_RK.device
+    codes = torch.empty(rows, k, dtype=torch.uint8, device=device)
+    columns = torch.empty(k, padded, dtype=torch.uint8, device=device)
+    scale = torch.empty(1, 1, dtype=torch.float32, device=device)
+    _sides(format, rows, k, padded)(x_RK, absmax_partials(x_RK), codes, scale, columns)
+    native = FLOAT8[format.element]
+    of_x, of_y = (Encoded(c.view(native), scale, None, None, n) for c, n in ((codes, k), (columns, padded)))
+    return Quantized(Side(of_x), Side(of_y))
 
 
 @lru_cache(LAUNCHES)
@@ -236,9 +314,8 @@ def _decoder(format: Float8, rows: int, k: int, scales: int, scaled: bool) -> La
 
 def decode(format: Float8, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
-    assert e.scale is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    launch = _decoder(format, rows, e.k, e.scale.numel(), not operand or format.block is not None)
-    launch(e.codes.contiguous().view(torch.uint8), e.scale.contiguous(), values)
+    launch = _decoder(format, rows, e.k, e.scales.numel(), not operand or format.block is not None)
+    launch(e.codes.contiguous().view(torch.uint8), e.scales.contiguous(), values)
     return values

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Ggml, Operand
 
-from ..quantized import Side
+from ..quantized import Ask, Side
 from .element_codes import INF_BITS, ROUND_SIGNED, bits_float, float_bits, least, most, pack4, through, unpack4
 from .launch import LAUNCHES, Launch
 
@@ -129,30 +129,18 @@ def _decode(
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=there[:, None])
 
 
-def encode(
-    format: Ggml,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: the operand, which is what they decode
-    to.
-
-    operand, measured, mix: not used.
-    """
+def encode(format: Ggml, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK; the operand is what codes decode to. mix: not used."""
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     codes = scale = zero = None
-    if keep:
+    if ask.codes:
         nibbles = format.bits == 4
         codes = torch.empty(rows, k // 2 if nibbles else k, dtype=torch.uint8 if nibbles else torch.int8, device=device)
         scale = torch.empty(rows, k // B, dtype=torch.float16, device=device)
         zero = torch.empty_like(scale) if format.kind == "q4_1" else None
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    _encoder(format, rows * k // B, keep, dtype is not None)(x_RK, codes, scale, zero, values)
+    values = None if ask.values is None else torch.empty(rows, k, dtype=ask.values, device=device)
+    _encoder(format, rows * k // B, ask.codes, values is not None)(x_RK, codes, scale, zero, values)
     return Side(None if codes is None else Encoded(codes, scale, zero, None, k), values, None)
 
 
@@ -166,11 +154,10 @@ def _encoder(format: Ggml, n_blocks: int, codes: bool, values: bool) -> Launch:
 
 def decode(format: Ggml, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded, which are the same."""
-    assert e.scale is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     zero = None if e.zero is None else e.zero.contiguous()
-    _decoder(format, rows * e.k // B)(e.codes.contiguous(), e.scale.contiguous(), zero, values)
+    _decoder(format, rows * e.k // B)(e.codes.contiguous(), e.scales.contiguous(), zero, values)
     return values
 
 

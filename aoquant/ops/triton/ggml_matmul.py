@@ -71,11 +71,10 @@ def tile_of(m: int) -> Tile:
 
 def matmul(x: Encoded, x_format: Ggml, w: Encoded, w_format: Ggml, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(M, N) in `dtype`. x: in 8 bits. bias: (N,)."""
-    assert x.scale is not None and w.scale is not None
     m, n = x.codes.shape[0], w.codes.shape[0]
     y_MN = torch.empty(m, n, dtype=dtype, device=x.codes.device)
     zero = None if w.zero is None else w.zero.contiguous()
-    codes_and_scales = [t.contiguous() for t in (x.codes, x.scale, w.codes, w.scale)]
+    codes_and_scales = [t.contiguous() for t in (x.codes, x.scales, w.codes, w.scales)]
     _matmul_of(m, n, x.k // B, x_format, w_format)(*codes_and_scales, zero, bias, y_MN)
     return y_MN
 

@@ -25,8 +25,9 @@ from aoquant.formats.contest import AMAX_FLOOR, TOP
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
 
-from ..quantized import Side
+from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials, row_absmax
+from .blockscaled_kernels import Outputs
 from .element_codes import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
 from .launch import LAUNCHES, Launch
 
@@ -313,39 +314,22 @@ def _decoder(format: FourOverSix, rows: int, k: int, by_row: bool, outer: bool) 
     )  # fmt: skip
 
 
-def encode(
-    format: FourOverSix,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
-
-    measured, mix: not used.
-    """
-    x_RK = x_RK.contiguous()
-    (rows, k), device = x_RK.shape, x_RK.device
-    codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
-    scale = torch.empty(rows, k // 16, dtype=torch.uint8, device=device) if keep else None
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    by_row = format.outer == "row"
-    outer = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=device)
+def encode(format: FourOverSix, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK. mix: not used."""
+    x_RK, by_row = x_RK.contiguous(), format.outer == "row"
+    made = Outputs.of(format, x_RK, ask)
+    outer = torch.empty(len(x_RK) if by_row else 1, 1, dtype=torch.float32, device=x_RK.device)
     found = None if format.fixed else (row_absmax if by_row else absmax_partials)(x_RK, finite=True)
-    launch = _encoder(format, rows, k, keep, "" if dtype is None else "operand" if operand else "decode")
-    launch(x_RK, found, codes, scale, outer, values)
-    if codes is None or scale is None:
-        return Side(None, values, outer)
-    return Side(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)
+    launch = _encoder(format, *x_RK.shape, ask.codes, ask.form)
+    launch(x_RK, found, made.codes, made.scale, outer, made.values)
+    return made.side(format, outer, outer)
 
 
 def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
-    assert e.scale is not None and e.outer is not None
+    assert e.outer is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    codes, scale = e.codes.contiguous(), e.scale.contiguous().view(torch.uint8)
+    codes, scale = e.codes.contiguous(), e.scales.contiguous().view(torch.uint8)
     _decoder(format, rows, e.k, e.outer.shape[0] > 1, not operand)(codes, scale, e.outer, values)
     return values

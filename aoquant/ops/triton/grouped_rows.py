@@ -95,7 +95,7 @@ def decode_mm(
     ops/gemm/few_rows.py. ends: (E,) int32. alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous,
     or None. programs: to have work for.
     """
-    assert w.scale is not None and format.block is not None
+    assert format.block is not None
     (s, k), experts = x_SK.shape, ends.numel()
     n = w.codes.shape[0] // experts
     per_split = splits(s, n, k, programs)
@@ -103,7 +103,7 @@ def decode_mm(
     bm = 16 if s <= 4 * experts else 32
     slots = min(s, experts) + s // bm
     e = triton.next_power_of_2(experts)
-    scale = w.scale.contiguous() if kind == "int4" else w.scale.contiguous().view(torch.uint8)
+    scale = w.scales.contiguous() if kind == "int4" else w.scales.contiguous().view(torch.uint8)
     partial = torch.empty(ranges, s, n, dtype=torch.float32, device=x_SK.device)
     _partial[(triton.cdiv(n, BN), ranges, slots)](
         x_SK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), ends, partial, s, n, k,

@@ -19,7 +19,7 @@ from aoquant.formats import Affine, Encoded, Format, Int4, Operand
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.vllm import Int8Vllm, Int8VllmReciprocal
 
-from ..quantized import Side
+from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, range_partials
 from .element_codes import ROUND, ROUND_SIGNED, float_bits, least, most, pack4, quotient, round_even, through, unpack4
 from .launch import LAUNCHES, Launch
@@ -250,35 +250,26 @@ def _kinds(format: Int4 | Affine, source: torch.dtype) -> tuple[bool, bool, torc
     return False, format.mapping == "asymmetric", torch.float32 if format.scales == "float32" else source
 
 
-def encode(
-    format: Int4 | Affine,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
-
-    measured, mix: not used.
-    """
+def encode(format: Int4 | Affine, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK. mix: not used."""
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     per = format.per
     int4, asymmetric, scale_dtype = _kinds(format, x_RK.dtype)
     shape = (1, 1) if per == "tensor" else (rows, k // format.block if format.block else 1)
     codes = scale = zero = None
-    if keep or per != "group":
+    if ask.codes or per != "group":
         scale = torch.empty(shape, dtype=scale_dtype, device=device)
-    if keep:
+    if ask.codes:
         code_dtype = torch.int8 if format.bits == 8 else torch.uint8
         codes = torch.empty(rows, k * format.bits // 8, dtype=code_dtype, device=device)
         if asymmetric:
             zero = torch.empty(shape, dtype=scale_dtype if int4 else torch.int8, device=device)
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
+    values = None if ask.values is None else torch.empty(rows, k, dtype=ask.values, device=device)
     partials = range_partials(x_RK) if per == "tensor" else None
-    _encoder(format, rows, k, x_RK.dtype, dtype, operand, keep)(x_RK, partials, codes, scale, zero, values)
+    _encoder(format, rows, k, x_RK.dtype, ask.values, ask.operand, ask.codes)(
+        x_RK, partials, codes, scale, zero, values
+    )
     alpha = None if scale is None or per == "group" else scale.float()
     return Side(None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha)
 
@@ -299,8 +290,7 @@ def _decoder(
 
 def decode(format: Int4 | Affine, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
-    assert e.scale is not None
-    rows, scale = e.codes.shape[0], e.scale
+    rows, scale = e.codes.shape[0], e.scales
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     # one zero for all rows may stand beside a scale for each (`Affine.rowwise`), and the kernel finds both by one index
     zero = None if e.zero is None else e.zero.expand(scale.shape).contiguous()

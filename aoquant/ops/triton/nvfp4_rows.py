@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import NVFP4, Encoded, Operand
+from aoquant.formats import NVFP4, Operand
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
-from ..quantized import Side
-from .blockscaled_kernels import TILE, masked_codes, mixing, nvfp4_scale
+from ..quantized import Ask, Side
+from .blockscaled_kernels import TILE, Outputs, masked_codes, mixed, mixing, nvfp4_scale
 from .element_codes import bits_float, e2m1_rounded, e2m1_value, float_bits, most
 from .hadamard_kernels import WARP, butterflies
 from .launch import LAUNCHES, Launch
@@ -47,8 +47,8 @@ def _blocks(
         t = tl.arange(0, R * T)
         row, start = t // T, (chunk * T + t % T) * G
         inside = (row < rows) & (start < k)
-        mixed = butterflies(x_ptr, (row * k + start)[:, None], 1, None, None, inside[:, None], 0, G, SIGNS, R * T)
-        return float_bits(tl.reshape(mixed * FACTOR, (R * NB, B)))
+        y = butterflies(x_ptr, (row * k + start)[:, None], 1, None, None, inside[:, None], 0, G, SIGNS, R * T)
+        return float_bits(tl.reshape(y * FACTOR, (R * NB, B)))
     else:
         b = tl.arange(0, R * NB)
         row, start = b // NB, (chunk * NB + b % NB) * B
@@ -114,39 +114,21 @@ def _encoder(rows: int, k: int, codes: bool, values: str, transform: Hadamard | 
     width = row_width(rows, k, LONGEST) if transform is None else min(max(triton.next_power_of_2(k), size), LONGEST)
     height = max(1, TILE // width if transform is None else WARP * size // width)
     warps = height * width // TILE if transform is None else height * width // size // WARP
-    mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
-    if transform is not None:
-        mixing = {"G": size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
     return Launch(
         _encode_rows, (triton.cdiv(rows, height),), rows=rows, groups=k // 16, SIXTH=reciprocal(6.0), TOP_RECIPROCAL=reciprocal(NVFP4_TOP),
         FLOOR=E4M3_FLOOR, SMALLEST=PTS_FLOOR, CODES=codes, VALUES=values, CHUNKS=triton.cdiv(k, width), R=height, NB=width // 16, B=16,
-        **mixing, enable_fp_fusion=False, num_warps=max(1, min(warps, _WARPS if transform is None else 2 * _WARPS)),
+        **mixed(transform, inverse), enable_fp_fusion=False, num_warps=max(1, min(warps, _WARPS if transform is None else 2 * _WARPS)),
     )  # fmt: skip
 
 
-def encode(
-    format: NVFP4,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded; alpha is (R, 1).
-
-    mix: its Hadamard transform is applied first, in the same pass. measured: not used.
+def encode(format: NVFP4, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK, behind the Hadamard transform of `mix`, if it is not None, in the same pass;
+    alpha is (R, 1).
     """
     transform, inverse = mixing(mix)
     assert format.outer == "row"
     x_RK = x_RK.contiguous()
-    (rows, k), device = x_RK.shape, x_RK.device
-    codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
-    scale = torch.empty(rows, k // 16, dtype=torch.uint8, device=device) if keep else None
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = torch.empty(rows, 1, dtype=torch.float32, device=device)
-    made = "" if dtype is None else "operand" if operand else "decode"
-    _encoder(rows, k, keep, made, transform, inverse)(x_RK, codes, scale, outer, values)
-    if codes is None or scale is None:
-        return Side(None, values, outer)
-    return Side(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)
+    made, outer = Outputs.of(format, x_RK, ask), torch.empty(len(x_RK), 1, dtype=torch.float32, device=x_RK.device)
+    launch = _encoder(*x_RK.shape, ask.codes, ask.form, transform, inverse)
+    launch(x_RK, made.codes, made.scale, outer, made.values)
+    return made.side(format, outer, outer)

@@ -26,15 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Operand, Random
+from aoquant.formats import Operand, Random
 from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
 from aoquant.formats.random import SIGNS, Place, Span
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import THIRDS
 
-from ..quantized import Side
+from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
-from .blockscaled_kernels import LAUNCH, memory
+from .blockscaled_kernels import LAUNCH, Outputs, memory
 from .element_codes import (
     INF_BITS,
     NAN_BITS,
@@ -340,33 +340,27 @@ def _where(place: Place | None) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, outer_scale: Tensor | None = None) -> Side:
-    """Codes of x_RK, as `operand.encode(x_RK, random=random)` makes them, and the operand in `dtype`.
+def draw(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    """Codes of x_RK, as `operand.encode(x_RK, random=ask.random)` makes them, and the operand in `ask.values`.
 
-    outer_scale: (1, 1), where x_RK is a part and has that of the whole.
+    ask.measured: the outer scale (1, 1) of the whole, where x_RK is a part.
     """
-    size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
-    x_RK, across = memory(x_RK)
-    (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
-    assert block is not None
-    codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device)
-    scale = torch.empty(rows, k // block, dtype=torch.uint8, device=device)
-    outer = torch.empty(1, 1, dtype=torch.float32, device=device)
-    values = torch.empty(rows, k, dtype=dtype, device=device)
-    partials = None
+    size, inner, random = 0 if operand.transform is None else operand.transform.size, operand.format, ask.random
+    assert inner.block is not None and random is not None
+    made, (x_RK, across) = Outputs.of(inner, x_RK, ask._replace(codes=True)), memory(x_RK)
+    outer, partials = torch.empty(1, 1, dtype=torch.float32, device=x_RK.device), None
     scaled = inner.block_scale != torch.float8_e8m0fnu
-    if scaled and outer_scale is None:
+    if scaled and ask.measured is None:
         partials = (
-            torch.empty(PARTIALS, dtype=torch.int32, device=device)
+            torch.empty(PARTIALS, dtype=torch.int32, device=x_RK.device)
             if size
             else absmax_partials(x_RK.t() if across else x_RK)
         )
-    if size and (scaled or size < block):
+    if size and (scaled or size < inner.block):
         x_RK, across, size = _rotated(x_RK, across, size, random, partials), False, 0
-    launch = _drawing(inner, rows, k, across, size, random.side, random.place)
-    launch(x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values)
-    assert inner.block_scale is not None
-    return Side(Encoded(codes, scale.view(inner.block_scale), None, outer, k), values, outer)
+    launch = _drawing(inner, *x_RK.shape, across, size, random.side, random.place)
+    launch(x_RK, random.state, partials, ask.measured if scaled else None, made.codes, made.scale, outer, made.values)
+    return made.side(inner, outer, outer)
 
 
 @lru_cache(LAUNCHES)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, MXSquare, NVFP4Dialect, Operand
 from aoquant.formats.blockscaled import NVFP4_TOP
-from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
+from aoquant.formats.elements import ELEMENTS, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 
-from ..quantized import Side
+from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
+from .blockscaled_kernels import Outputs
 from .element_codes import (
     bits_float,
     e2m1_rounded,
@@ -154,33 +155,17 @@ def _encoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, codes: bool, va
     )  # fmt: skip
 
 
-def encode(
-    format: MXSquare | NVFP4Dialect,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None,
-    mix: Operand | None,
-) -> Side:
-    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
-
-    measured, mix: not used.
-    """
+def encode(format: MXSquare | NVFP4Dialect, x_RK: Tensor, ask: Ask, mix: Operand | None) -> Side:
+    """Make what `ask` asks for of x_RK. mix: not used."""
     x_RK = x_RK.contiguous()
-    (rows, k), device, t, mx = x_RK.shape, x_RK.device, format.tile_rows, format.family == "mxfp8"
-    codes = torch.empty(rows, k if mx else k // 2, dtype=torch.uint8, device=device) if keep else None
-    scale = torch.empty(-(-rows // t), k // t, dtype=torch.uint8, device=device) if keep else None
-    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = None if mx else torch.empty(1, 1, dtype=torch.float32, device=device)
-    partials = None if mx else absmax_partials(x_RK)
-    launch = _encoder(format, rows, k, keep, "" if dtype is None else "operand" if operand else "decode")
-    alpha = None if outer is None else torch.empty_like(outer)
-    launch(x_RK, partials, codes, scale, outer, alpha, values)
-    if codes is None or scale is None:
-        return Side(None, values, alpha)
-    native = FLOAT8[format.element] if mx else torch.uint8
-    return Side(Encoded(codes.view(native), scale.view(format.block_scale), None, outer, k), values, alpha)
+    made, outer, alpha, partials = Outputs.of(format, x_RK, ask), None, None, None
+    if format.element == "e2m1":
+        outer = torch.empty(1, 1, dtype=torch.float32, device=x_RK.device)
+        alpha = torch.empty_like(outer)
+        partials = absmax_partials(x_RK)
+    launch = _encoder(format, *x_RK.shape, ask.codes, ask.form)
+    launch(x_RK, partials, made.codes, made.scale, outer, alpha, made.values)
+    return made.side(format, outer, alpha)
 
 
 @lru_cache(LAUNCHES)
@@ -191,9 +176,8 @@ def _decoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, outer: bool) ->
 
 def decode(format: MXSquare | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
-    assert e.scale is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    codes, scale = e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8)
+    codes, scale = e.codes.contiguous().view(torch.uint8), e.scales.contiguous().view(torch.uint8)
     _decoder(format, rows, e.k, not operand and e.outer is not None)(codes, scale, e.outer, values)
     return values
