@@ -49,6 +49,12 @@ class Encoded(NamedTuple):
     k: int
 
     @property
+    def scales(self) -> Tensor:
+        """Return the scale of a matrix that has one."""
+        assert self.scale is not None
+        return self.scale
+
+    @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return all but K: codes, scale, zero, outer."""
         return self.codes, self.scale, self.zero, self.outer
@@ -72,6 +78,12 @@ class Scales(NamedTuple):
     zero: Tensor | None = None
     outer: Tensor | None = None
     transform: Tensor | None = None
+
+    @property
+    def scales(self) -> Tensor:
+        """Return the scale, where there is one."""
+        assert self.scale is not None
+        return self.scale
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -74,18 +74,16 @@ class MX(Format):
         return Scales(byte.view(torch.float8_e8m0fnu))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, Scales(visible_e8m0(self._blocks(x_RK), s.scale)))
+        return self.quantize(x_RK, Scales(visible_e8m0(self._blocks(x_RK), s.scales)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        x_RGB, byte = self._blocks(x_RK).float(), s.scale.view(torch.uint8)
+        x_RGB, byte = self._blocks(x_RK).float(), s.scales.view(torch.uint8)
         y = (x_RGB * self._inverse(byte).unsqueeze(-1)).flatten(1)
         if self.element == "e2m1":
             codes = layout.pack(to_e2m1(y), 4)
         else:
             codes = to_float8(y, self.element)
-        return Encoded(codes, s.scale, None, None, x_RK.shape[1])
+        return Encoded(codes, s.scales, None, None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return self._blocks(self._values(e)).mul_(self._scale(e).unsqueeze(-1)).flatten(1).to(dtype)
@@ -96,8 +94,7 @@ class MX(Format):
         return (x_RGB.abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return (e.scale.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
+        return (e.scales.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
 
     def inside(self, e: Encoded) -> Tensor:
         """A block whose largest value was rounded down to one that asks for a smaller scale is moved up, within its
@@ -120,8 +117,7 @@ class MX(Format):
         return e2m1_values(e) if self.element == "e2m1" else from_float8(e.codes, torch.float32)
 
     def _scale(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e8m0_values(e.scale.view(torch.uint8))
+        return e8m0_values(e.scales.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -134,6 +130,7 @@ class NVFP4(Format):
 
     outer: str = "dynamic"
     pts: float | None = None
+    bits = 4
 
     def __post_init__(self) -> None:
         if (self.outer == "static") != (self.pts is not None) or (
@@ -147,10 +144,6 @@ class NVFP4(Format):
     @property
     def name(self) -> str:
         return _NAMES[self.outer] if self.pts is None else f"nvfp4-static:{self.pts!r}"
-
-    @property
-    def bits(self) -> int:
-        return 4
 
     element = "e2m1"
     block = 16  # no property: every pass over blocks asks
@@ -197,24 +190,20 @@ class NVFP4(Format):
         return Encoded(layout.pack(codes, 4), scale, None, s.outer, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None
-        return self._times(e, e.scale.float()).to(dtype)
+        return self._times(e, e.scales.float()).to(dtype)
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return e.outer
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None
-        return self._times(e, e.scale.float() if e.outer is None else e.outer * e.scale.float()).to(dtype)
+        return self._times(e, e.scales.float() if e.outer is None else e.outer * e.scales.float()).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        limit = e.scale.float() * (e.outer if e.outer is not None else 1.0) * rounding_limit("e2m1")
+        limit = e.scales.float() * (e.outer if e.outer is not None else 1.0) * rounding_limit("e2m1")
         return (self._blocks(x_RK).float().abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return (e.scale.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
+        return (e.scales.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
 
     def inside(self, e: Encoded) -> Tensor:
         return off_zero(self, e)

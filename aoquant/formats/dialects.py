@@ -145,17 +145,14 @@ class MXFP4Dialect(_E2M1):
         return Scales(byte.view(torch.float8_e8m0fnu))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, Scales(visible_e8m0(self._blocks(x_RK), s.scale)))
+        return self.quantize(x_RK, Scales(visible_e8m0(self._blocks(x_RK), s.scales)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        codes = to_e2m1(self._scaled(x_RK, s.scale).flatten(1))
-        return Encoded(layout.pack(codes, 4), s.scale, None, None, x_RK.shape[1])
+        codes = to_e2m1(self._scaled(x_RK, s.scales).flatten(1))
+        return Encoded(layout.pack(codes, 4), s.scales, None, None, x_RK.shape[1])
 
     def scales(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e8m0_values(e.scale.view(torch.uint8))
+        return e8m0_values(e.scales.view(torch.uint8))
 
     def alpha(self, e: Encoded) -> Tensor | None:
         if self.gain == 1:
@@ -166,13 +163,11 @@ class MXFP4Dialect(_E2M1):
         return self._times(e, self.scales(e) * self.post).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return (self._scaled(x_RK, e.scale).abs() >= E2M1_MAX).flatten(1)
+        return (self._scaled(x_RK, e.scales).abs() >= E2M1_MAX).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
         least = 100 if self.tiny else 0  # 2^-27 is what 1e-8 alone gives
-        return (e.scale.view(torch.uint8) <= least) & self._any_code(e)
+        return (e.scales.view(torch.uint8) <= least) & self._any_code(e)
 
     def _scaled(self, x_RK: Tensor, scale: Tensor) -> Tensor:
         """(R, G, 32) float32: gain * (x / s), rounded once."""
@@ -263,8 +258,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         return y_RGB, scale
 
     def scales(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return self.spread(e.scale.float(), e.codes.shape[0])
+        return self.spread(e.scales.float(), e.codes.shape[0])
 
     def alpha(self, e: Encoded) -> Tensor | None:
         assert e.outer is not None
@@ -278,8 +272,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         return ((self._blocks(x_RK).float().abs() > step * rounding_limit("e2m1")) & (step != 0)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return (e.scale.float() == 0) & (self._tiles(self._any_code(e).float()) != 0)
+        return (e.scales.float() == 0) & (self._tiles(self._any_code(e).float()) != 0)
 
     def _block_scales(self, asked: Tensor, s: Scales) -> Tensor:
         """(T, G) e4m3: what the tiles ask for, or the held scales; NaN for tiles that hold NaN or Inf."""

@@ -53,6 +53,7 @@ class Float8(OneScale):
     wide: bool = False
     pow2: bool = False
     row_floor = 0.0  # under a row's absmax
+    bits = 8
 
     @classmethod
     def parse(cls, name: str) -> Float8 | None:
@@ -86,10 +87,6 @@ class Float8(OneScale):
     @property
     def narrow(self) -> Float8:
         return replace(self, wide=False) if self.wide else self
-
-    @property
-    def bits(self) -> int:
-        return 8
 
     @property
     def sums_blocks(self) -> bool:
@@ -140,8 +137,7 @@ class Float8(OneScale):
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         if self.per != "block":
             return from_float8(e.codes, dtype)
-        assert e.scale is not None
-        s_RG1 = self.spread(e.scale, e.codes.shape[0]).unsqueeze(-1)
+        s_RG1 = self.spread(e.scales, e.codes.shape[0]).unsqueeze(-1)
         return self._blocks(from_float8(e.codes, torch.float32)).mul_(s_RG1).flatten(1).to(dtype)
 
     def alpha(self, e: Encoded) -> Tensor | None:
@@ -151,13 +147,11 @@ class Float8(OneScale):
         return off_zero(self, e)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        s_RG1 = self.spread(e.scale, x_RK.shape[0]).unsqueeze(-1)
+        s_RG1 = self.spread(e.scales, x_RK.shape[0]).unsqueeze(-1)
         return (self._blocks(x_RK).float().abs() > s_RG1 * rounding_limit(self.element)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e.scale < torch.finfo(torch.float32).smallest_normal
+        return e.scales < torch.finfo(torch.float32).smallest_normal
 
     def _absmax(self, x_RGB: Tensor) -> Tensor:
         """Scale-shaped, in x's dtype, within the bounds."""

@@ -56,6 +56,8 @@ class FourOverSix(OneScale):
     metric: str = "mse"
     tile: int = 1
     outer: str = field(default="dynamic", kw_only=True)
+    bits = 4
+    finite_only = True
 
     def __post_init__(self) -> None:
         if self.outer not in ("dynamic", "row") or (self.outer == "row" and (self.tile > 1 or self.fixed)):
@@ -87,10 +89,6 @@ class FourOverSix(OneScale):
         row = "-row" if self.outer == "row" else ""
         return f"fouroversix{metric}{'-16x16' if self.tile > 1 else ''}{row}{fixed_name(self.fixed)}"
 
-    @property
-    def bits(self) -> int:
-        return 4
-
     element = "e2m1"
     block = 16  # no property: every pass over blocks asks
     block_scale = torch.float8_e4m3fn
@@ -115,10 +113,6 @@ class FourOverSix(OneScale):
     @property
     def widest(self) -> str:
         return "row" if self.outer == "row" else "tensor"
-
-    @property
-    def finite_only(self) -> bool:
-        return True
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:
@@ -173,9 +167,8 @@ class FourOverSix(OneScale):
         return (clipped & (step > 0)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        index = self._fold(layout.unpack(e.codes, 4, e.k) & 7).amax(0).view(e.scale.shape)
-        s = from_float8(e.scale, torch.float32).abs()
+        index = self._fold(layout.unpack(e.codes, 4, e.k) & 7).amax(0).view(e.scales.shape)
+        s = from_float8(e.scales, torch.float32).abs()
         return ((s == 0) & (index > 0)) | ((s == _SMALLEST) & (index > 0) & (index < 6))
 
     def _enter(self, contest: Contest) -> None:
@@ -202,8 +195,7 @@ class FourOverSix(OneScale):
 
     def _signed(self, e: Encoded) -> Tensor:
         """(R, G) float32 scales with their sign."""
-        assert e.scale is not None
-        return self.spread(from_float8(e.scale, torch.float32), e.codes.shape[0])
+        return self.spread(from_float8(e.scales, torch.float32), e.codes.shape[0])
 
     def _fold(self, t_RK: Tensor) -> Tensor:
         """(R, K) -> (E, B), a block's values in the order of its rows; zeros below the last row."""

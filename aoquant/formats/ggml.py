@@ -63,12 +63,10 @@ class Ggml(Format):
         return Scales(visible(x_RGB, _first(x_RGB, x_RGB.abs() == amax.unsqueeze(-1)) / -8.0))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scale)))
+        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scales)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        x_RGB, d_RG1 = self._blocks(x_RK).float(), s.scale.float().unsqueeze(-1)
+        x_RGB, d_RG1 = self._blocks(x_RK).float(), s.scales.float().unsqueeze(-1)
         if self.kind == "q8_0-x86":  # 127 / amax is not 1 / d: each is rounded once
             amax = absmax(x_RGB).unsqueeze(-1)
             q = (x_RGB * torch.where(amax != 0, torch.full_like(amax, 127.0) / amax, 0.0)).round_()
@@ -77,11 +75,10 @@ class Ggml(Format):
             q = self._round(x_RGB, inverse, s.zero)
         q = q.clamp_(*self.limits).nan_to_num_(0.0).flatten(1)
         codes = q.to(torch.int8) if self.bits == 8 else layout.pack(q.to(torch.uint8), 4)
-        return Encoded(codes, _half(s.scale), None if s.zero is None else _half(s.zero), None, x_RK.shape[1])
+        return Encoded(codes, _half(s.scales), None if s.zero is None else _half(s.zero), None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None
-        values = self._blocks(self.integers(e).float()).mul_(e.scale.float().unsqueeze(-1))
+        values = self._blocks(self.integers(e).float()).mul_(e.scales.float().unsqueeze(-1))
         return (values if e.zero is None else values.add_(e.zero.float().unsqueeze(-1))).flatten(1).to(dtype)
 
     def integers(self, e: Encoded) -> Tensor:
@@ -93,15 +90,13 @@ class Ggml(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         """Values more than half a step beyond the largest code: q4_0's largest is 7 where its smallest is -8."""
-        assert e.scale is not None
-        x_RGB, d = self._blocks(x_RK).float(), e.scale.float().unsqueeze(-1)
+        x_RGB, d = self._blocks(x_RK).float(), e.scales.float().unsqueeze(-1)
         if self.kind != "q4_0":
             return torch.zeros_like(x_RK, dtype=torch.bool)
         return (x_RGB * torch.where(d == 0, 0.0, d.reciprocal()) >= 7.5).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e.scale.float().abs() <= torch.finfo(torch.float16).smallest_normal
+        return e.scales.float().abs() <= torch.finfo(torch.float16).smallest_normal
 
     def _round(self, x_RGB: Tensor, inverse: Tensor, low: Tensor | None) -> Tensor:
         """Codes before clamping."""

@@ -56,6 +56,7 @@ class GridFlip(FourOverSix):
     effort: str = "base"
     c: float = 0.25
     alternating: bool = False
+    standard = ""  # its scales have signs
 
     def __post_init__(self) -> None:
         if self.metric != "mse":
@@ -105,10 +106,6 @@ class GridFlip(FourOverSix):
         return self.name
 
     @property
-    def standard(self) -> str:
-        return ""  # its scales have signs
-
-    @property
     def period(self) -> int:
         return 2 * self.block if self.alternating else self.block
 
@@ -127,11 +124,10 @@ class GridFlip(FourOverSix):
 
         C is exact in bfloat16 when c is a power of two. Xbar must not be rounded to fewer bits than X has.
         """
-        assert e.scale is not None
         s_RG = self._signed(e)
         flagged = (s_RG < 0).repeat_interleave(self.block // 2, 1)
         codes = torch.where(flagged, e.codes ^ 0x88, e.codes)
-        scale = (e.scale.view(torch.uint8) & 0x7F).view(FLOAT8["e4m3"])
+        scale = (e.scales.view(torch.uint8) & 0x7F).view(FLOAT8["e4m3"])
         return Encoded(codes, scale, None, e.outer, e.k), self._shift(s_RG) * s_RG.clamp(max=0)
 
     @property

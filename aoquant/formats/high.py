@@ -19,21 +19,10 @@ from .base import Encoded, Format, Scales
 class HighPrecision(Format):
     """Values as they are, in their own dtype; no scale."""
 
-    @property
-    def name(self) -> str:
-        return "high-precision"
-
-    @property
-    def bits(self) -> int:
-        return 16
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def reach(self) -> str:
-        return "block"
+    name = "high-precision"
+    bits = 16
+    lossless = True
+    reach = "block"
 
     def measure(self, x_RK: Tensor) -> Scales:
         return Scales()

@@ -135,21 +135,13 @@ def scale_only(x_RGB: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
 class AffineHQQ(Affine):
     """Symmetric integers of 2 to 8 bits whose scales HQQ chooses, per group or row; stored in the weight's dtype."""
 
+    reach = "tensor"  # the solver stops for all rows at once
+    from_extremes = False
+    portable = False
+
     @property
     def name(self) -> str:
         return f"{super().name}-hqq"
-
-    @property
-    def reach(self) -> str:
-        return "tensor"  # the solver stops for all rows at once
-
-    @property
-    def from_extremes(self) -> bool:
-        return False
-
-    @property
-    def portable(self) -> bool:
-        return False
 
     def measure(self, x_RK: Tensor) -> Scales:
         raise ValueError(NOT_HELD.format(self.name))
@@ -172,5 +164,4 @@ class AffineHQQ(Affine):
         return ((q < low) | (q > high)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e.scale.float() <= EPS
+        return e.scales.float() <= EPS

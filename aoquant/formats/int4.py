@@ -53,22 +53,16 @@ class Int4(Format):
     element = "int4"
     per = "group"
     limits = (0, 15)  # of a code before 8 is taken off
+    bits = 4
+    clips_when_held = False  # the range of a group covers its values by construction
 
     @property
     def name(self) -> str:
         return f"int4{'-bf16' if self.scales == 'bfloat16' else ''}-g{self.group}"
 
     @property
-    def bits(self) -> int:
-        return 4
-
-    @property
     def block(self) -> int:
         return self.group
-
-    @property
-    def clips_when_held(self) -> bool:
-        return False  # the range of a group covers its values by construction
 
     def _eps(self, dtype: torch.dtype) -> float:
         return INT4_EPS
@@ -82,21 +76,18 @@ class Int4(Format):
         return Scales(divide((high - low).clamp(min=INT4_EPS), 15.0), low)
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scale)))
+        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scales)))
 
     def held(self, e: Encoded) -> Scales:
         """A layer holds the value of the smallest code, and codes are stored with that of the ninth."""
         if e.zero is None:
             return super().held(e)
-        assert e.scale is not None
-        scale, zero = e.scale.float(), e.zero
+        scale, zero = e.scales.float(), e.zero
         return Scales(scale, solved(lambda low: (low + 8 * scale).to(zero.dtype), zero.float() - 8 * scale, zero))
 
     def inside(self, e: Encoded) -> Tensor:
         """Before the operand's rounding, which may join codes."""
-        assert e.scale is not None
-        values = self._blocks(self.integers(e)).mul_(e.scale.float().unsqueeze(-1))
+        values = self._blocks(self.integers(e)).mul_(e.scales.float().unsqueeze(-1))
         return (values if e.zero is None else values.add_(e.zero.float().unsqueeze(-1))).flatten(1)
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
@@ -108,16 +99,15 @@ class Int4(Format):
         return layout.lookup(e.codes, two_complement.float() - 8, e.k)
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None and e.zero is not None
-        return fma_round(self._blocks(self.integers(e)), e.scale.unsqueeze(-1), e.zero.unsqueeze(-1), dtype).flatten(1)
+        assert e.zero is not None
+        return fma_round(self._blocks(self.integers(e)), e.scales.unsqueeze(-1), e.zero.unsqueeze(-1), dtype).flatten(1)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         return torch.zeros_like(x_RK, dtype=torch.bool)  # the range of a group is covered by construction
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        floor = divide(e.scale.new_full((), INT4_EPS, dtype=torch.float32), 15.0).to(e.scale.dtype)
-        return e.scale <= floor  # a constant group is stored exactly as its zero point, so only noise is lost
+        floor = divide(e.scales.new_full((), INT4_EPS, dtype=torch.float32), 15.0).to(e.scales.dtype)
+        return e.scales <= floor  # a constant group is stored exactly as its zero point, so only noise is lost
 
     def _packed(self, q_RGB: Tensor, scale_RG: Tensor, zero_RG: Tensor | None) -> Encoded:
         # in two's complement: flipping the top bit of q + 8
@@ -128,9 +118,9 @@ class Int4(Format):
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         """q (R, G, group) in -8..7, as floats; scale and zero (R, G) as they are stored."""
-        assert s.scale is not None and s.zero is not None
+        assert s.zero is not None
         dtype = self.scale_dtype(x_RGB.dtype)
-        scale, low = s.scale.unsqueeze(-1), s.zero.unsqueeze(-1)
+        scale, low = s.scales.unsqueeze(-1), s.zero.unsqueeze(-1)
         zero = low + 8 * scale
         q = (x_RGB.float() - low).div_(scale).round_().clamp_(0, 15).sub_(8)
         return q, scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(dtype)
@@ -148,9 +138,8 @@ class Int4Float8(Int4):
         return Scales(absmax(self._blocks(x_RK)).float().clamp(min=INT4_EPS) / 8)  # exact
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None
-        scaled = self._blocks(self.integers(e)).mul_(e.scale.float().unsqueeze(-1))
-        return from_float8(to_float8(scaled.to(self._inner(e.scale)).float(), "e4m3"), dtype).flatten(1)
+        scaled = self._blocks(self.integers(e)).mul_(e.scales.float().unsqueeze(-1))
+        return from_float8(to_float8(scaled.to(self._inner(e.scales)).float(), "e4m3"), dtype).flatten(1)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         s = self.measure(x_RK)
@@ -172,12 +161,10 @@ class Int4Float8(Int4):
 
     def _rounded(self, x_RGB: Tensor, s: Scales) -> Tensor:
         """Codes before clamping."""
-        assert s.scale is not None
-        return (x_RGB.float() / s.scale.unsqueeze(-1)).round_()
+        return (x_RGB.float() / s.scales.unsqueeze(-1)).round_()
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert s.scale is not None
-        return self._rounded(x_RGB, s).clamp_(-8, 7), s.scale.to(x_RGB.dtype), None
+        return self._rounded(x_RGB, s).clamp_(-8, 7), s.scales.to(x_RGB.dtype), None
 
 
 @dataclass(frozen=True)
@@ -186,17 +173,12 @@ class Int4Float8Row(Int4Float8):
     float8 activations.
     """
 
+    reach = "row"
+    from_extremes = False  # int4 quantises the codes of the row
+
     @property
     def name(self) -> str:
         return f"int4-e4m3-row-g{self.group}"
-
-    @property
-    def reach(self) -> str:
-        return "row"
-
-    @property
-    def from_extremes(self) -> bool:
-        return False  # int4 quantises the codes of the row
 
     def measure(self, x_RK: Tensor) -> Scales:
         outer = row_scales(x_RK)
@@ -204,8 +186,7 @@ class Int4Float8Row(Int4Float8):
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         e = super().quantize(self._source(x_RK, s), s)
-        assert e.scale is not None
-        return e._replace(scale=to_float8(e.scale, "e4m3"), outer=s.outer)
+        return e._replace(scale=to_float8(e.scales, "e4m3"), outer=s.outer)
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return e.outer

@@ -149,14 +149,12 @@ class Affine(OneScale):
         return self._centred(e).to(dtype)  # |q - zp| <= 255: exact in bf16
 
     def alpha(self, e: Encoded) -> Tensor | None:
-        assert e.scale is not None
-        return None if self.per == "group" else e.scale.float()
+        return None if self.per == "group" else e.scales.float()
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None
-        inner = torch.float32 if self.stored else e.scale.dtype
+        inner = torch.float32 if self.stored else e.scales.dtype
         q_RGB = self._blocks(self._centred(e)) if self.per == "group" else self._centred(e).unsqueeze(1)
-        return q_RGB.mul_(e.scale.float().unsqueeze(-1)).flatten(1).to(inner).to(dtype)
+        return q_RGB.mul_(e.scales.float().unsqueeze(-1)).flatten(1).to(inner).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._scaled_blocks(x_RK, e.scale)
@@ -165,9 +163,8 @@ class Affine(OneScale):
         return ((code < low) | (code > high)).reshape(x_RK.shape)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        least = e.scale <= _LEAST if e.scale.dtype == torch.float16 else False
-        return (e.scale == self._eps(e.scale.dtype)) | least
+        least = e.scales <= _LEAST if e.scales.dtype == torch.float16 else False
+        return (e.scales == self._eps(e.scales.dtype)) | least
 
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
         """Return the (R, G) float32 gradient of each scale: the sum of grad * d value / d scale over the values that

@@ -215,14 +215,13 @@ def _write_ggml(y: Tensor, kind: str) -> Tensor:
     """Return blocks of a float16 d and 32 codes; q4_0 has values j and j + 16 of a block in the nibbles of one byte."""
     format, rows = Ggml(kind), y.reshape(-1, y.shape[-1])
     e = format.quantize(rows, format.measure(rows))
-    assert e.scale is not None
     blocks = y.shape[-1] // 32
     if kind == "q8_0":
         codes = e.codes.view(-1, blocks, 32).view(torch.uint8)
     else:
         q = layout.unpack(e.codes, 4, e.k).reshape(-1, blocks, 32)
         codes = q[..., :16] | (q[..., 16:] << 4)
-    d = e.scale.reshape(-1, blocks, 1).view(torch.uint8)
+    d = e.scales.reshape(-1, blocks, 1).view(torch.uint8)
     return torch.cat((d, codes), -1).flatten(1).view(*y.shape[:-1], -1)
 
 

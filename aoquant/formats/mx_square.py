@@ -24,6 +24,8 @@ class MXSquare(MX):
     """e4m3 or e5m2 codes, scale (ceil(R / 32), K / 32) float8_e8m0fnu."""
 
     element: str = "e4m3"
+    tile_rows = 32
+    square = True
 
     def __post_init__(self) -> None:
         if self.element == "e2m1" or self.rule != "rceil":
@@ -32,14 +34,6 @@ class MXSquare(MX):
     @property
     def name(self) -> str:
         return f"{super().name}-32x32"
-
-    @property
-    def tile_rows(self) -> int:
-        return 32
-
-    @property
-    def square(self) -> bool:
-        return True
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = self._tiles(absmax(self._blocks(x_RK)).float())
@@ -50,14 +44,12 @@ class MXSquare(MX):
         return self.quantize(x_RK, s)
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        each_row = self.spread(s.scale.view(torch.uint8), x_RK.shape[0]).view(torch.float8_e8m0fnu)
-        return super().quantize(x_RK, Scales(each_row))._replace(scale=s.scale)
+        each_row = self.spread(s.scales.view(torch.uint8), x_RK.shape[0]).view(torch.float8_e8m0fnu)
+        return super().quantize(x_RK, Scales(each_row))._replace(scale=s.scales)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
         holds_data = (self._blocks(self._values(e)) != 0).any(-1)
-        return (e.scale.view(torch.uint8) == 0) & self._tiles(holds_data.float()).bool()
+        return (e.scales.view(torch.uint8) == 0) & self._tiles(holds_data.float()).bool()
 
     def _scale(self, e: Encoded) -> Tensor:
         return self.spread(super()._scale(e), e.codes.shape[0])

@@ -61,18 +61,9 @@ class Randomized(Format):
     """
 
     largest, top_scale, least = SR_MAX, E4M3_MAX, E4M3_FLOOR
-
-    @property
-    def draws(self) -> bool:
-        return True
-
-    @property
-    def by_rows(self) -> bool:
-        return False
-
-    @property
-    def batch_invariant(self) -> bool:
-        return False  # what a value draws follows from its place in the matrix
+    draws = True
+    by_rows = False
+    batch_invariant = False  # what a value draws follows from its place in the matrix
 
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
         """Codes and scales of x_RK; the same for the same x_RK and `random`, on every device. held: the scales of the
@@ -94,17 +85,13 @@ class MXStochastic(Randomized, MX):
     """MXFP4 with stochastic rounding; see above."""
 
     rule: str = "floor"
-
-    @property
-    def name(self) -> str:
-        return "mxfp4-sr"
+    name = "mxfp4-sr"
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
-        assert s.scale is not None
-        y = (self._blocks(x_RK).float() * 0.75) * self._inverse(s.scale.view(torch.uint8)).unsqueeze(-1)
+        y = (self._blocks(x_RK).float() * 0.75) * self._inverse(s.scales.view(torch.uint8)).unsqueeze(-1)
         codes = to_e2m1_stochastic(y.flatten(1), random)
         outer = torch.full((1, 1), THIRDS, dtype=torch.float32, device=x_RK.device)
-        return Encoded(layout.pack(codes, 4), s.scale, None, outer, x_RK.shape[1])
+        return Encoded(layout.pack(codes, 4), s.scales, None, outer, x_RK.shape[1])
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return e.outer
@@ -114,9 +101,7 @@ class MXStochastic(Randomized, MX):
 class NVFP4Stochastic(Randomized, NVFP4):
     """NVFP4 with stochastic rounding; see above."""
 
-    @property
-    def name(self) -> str:
-        return "nvfp4-sr"
+    name = "nvfp4-sr"
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(x_RK.reshape(1, -1)).float()
@@ -140,10 +125,7 @@ class MSEden(NVFP4Stochastic):
     """NVFP4 whose scales make up for the rounding of the codes; see above."""
 
     largest, top_scale, least = EDEN_MAX, EDEN_SCALE, E4M3_LEAST
-
-    @property
-    def name(self) -> str:
-        return "ms-eden"
+    name = "ms-eden"
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
         y, scale = self._scaled(x_RK, s)
@@ -159,10 +141,7 @@ class TEStochastic(Randomized, NVFP4Dialect):
     """TransformerEngine's NVFP4 with stochastic rounding; see above."""
 
     dialect: str = "te"
-
-    @property
-    def name(self) -> str:
-        return "te-nvfp4-sr"
+    name = "te-nvfp4-sr"
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
         y, scale = self.scaled(x_RK, s)

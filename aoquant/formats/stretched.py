@@ -32,6 +32,7 @@ class Stretched(Format):
 
     width: int = 2
     group: int = 0
+    from_extremes = False  # a mean is in them
 
     @classmethod
     def parse(cls, name: str) -> Stretched | None:
@@ -52,10 +53,6 @@ class Stretched(Format):
         return self.group or None
 
     @property
-    def from_extremes(self) -> bool:
-        return False  # a mean is in them
-
-    @property
     def limit(self) -> float:
         """The largest |value| / scale."""
         return 2.0 ** (self.width - 1) - 0.5
@@ -66,12 +63,10 @@ class Stretched(Format):
         return Scales(divide(top.clamp(min=torch.finfo(x_RK.dtype).eps), self.limit))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, Scales(visible(self._blocks(x_RK), s.scale)))
+        return self.quantize(x_RK, Scales(visible(self._blocks(x_RK), s.scales)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        x_RGB, scale = self._blocks(x_RK), s.scale.to(x_RK.dtype)
+        x_RGB, scale = self._blocks(x_RK), s.scales.to(x_RK.dtype)
         top = (scale * self.limit).unsqueeze(-1)
         q = (x_RGB.clamp(-top, top) / scale.unsqueeze(-1) - 0.5).round().nan_to_num(0.0)
         lowest = 1 << (self.width - 1)
@@ -83,15 +78,12 @@ class Stretched(Format):
         return layout.unpack(e.codes, self.width, e.k).view(torch.int8) - (1 << (self.width - 1))
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None
-        q_RGB = self._blocks(self.integers(e).to(e.scale.dtype))
-        return ((q_RGB + 0.5) * e.scale.unsqueeze(-1)).flatten(1).to(dtype)
+        q_RGB = self._blocks(self.integers(e).to(e.scales.dtype))
+        return ((q_RGB + 0.5) * e.scales.unsqueeze(-1)).flatten(1).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        assert e.scale is not None
         # half a step above the largest level: nearer values are only rounded
-        return (self._blocks(x_RK).abs() > (e.scale * (self.limit + 0.5)).unsqueeze(-1)).flatten(1)
+        return (self._blocks(x_RK).abs() > (e.scales * (self.limit + 0.5)).unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e.scale <= divide(e.scale.new_full((), torch.finfo(e.scale.dtype).eps), self.limit)
+        return e.scales <= divide(e.scales.new_full((), torch.finfo(e.scales.dtype).eps), self.limit)

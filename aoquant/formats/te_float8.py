@@ -75,8 +75,7 @@ class TEFloat8(Float8):
         return torch.where((amax == 0) | ~amax.isfinite(), 1.0, factor)
 
     def held(self, e: Encoded) -> Scales:
-        assert e.scale is not None
-        return Scales(solved(torch.reciprocal, e.scale.reciprocal(), e.scale))
+        return Scales(solved(torch.reciprocal, e.scales.reciprocal(), e.scales))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB, factor = self._blocks(x_RK).float(), s.scale

@@ -54,26 +54,25 @@ class TinyGemm(Int4):
         return not self.hqq
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None and e.zero is not None
+        assert e.zero is not None
         if self.device == "cuda":
             return super().operand(e, torch.bfloat16).to(dtype)
-        if dtype != torch.float32 or e.scale.dtype != torch.float32:
-            if e.scale.dtype == torch.bfloat16 and dtype == torch.float32 and _capability() == "AVX2":
+        if dtype != torch.float32 or e.scales.dtype != torch.float32:
+            if e.scales.dtype == torch.bfloat16 and dtype == torch.float32 and _capability() == "AVX2":
                 return self._folded(e)
             return super().operand(e, dtype)
         if _capability() in ("AVX512", "AVX2"):
             return super().operand(e, dtype)
         q_RGB = self._blocks(self.integers(e))
-        return (q_RGB * e.scale.unsqueeze(-1) + e.zero.unsqueeze(-1)).flatten(1)
+        return (q_RGB * e.scales.unsqueeze(-1) + e.zero.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        return e.scale <= torch.full_like(e.scale, self._eps(e.scale.dtype))
+        return e.scales <= torch.full_like(e.scales, self._eps(e.scales.dtype))
 
     def _folded(self, e: Encoded) -> Tensor:
         """AVX2's rule for bfloat16. Products of 4 and 8 bits are exact, so each line rounds once."""
-        assert e.scale is not None and e.zero is not None
-        scale, zero = e.scale.float().unsqueeze(-1), e.zero.float().unsqueeze(-1)
+        assert e.zero is not None
+        scale, zero = e.scales.float().unsqueeze(-1), e.zero.float().unsqueeze(-1)
         return ((self._blocks(self.integers(e)) + 8) * scale + (zero - 8 * scale)).flatten(1)
 
     def _eps(self, dtype: torch.dtype) -> float:
@@ -96,10 +95,10 @@ class TinyGemm(Int4):
     def held(self, e: Encoded) -> Scales:
         if self.hqq:
             raise ValueError(NOT_HELD.format(self.name))
-        assert e.scale is not None and e.zero is not None
-        eight = 8 * e.scale
+        assert e.zero is not None
+        eight = 8 * e.scales
         low = solved(lambda low: low + eight, e.zero - eight, e.zero)  # each step rounds to the weight's dtype
-        return Scales(e.scale.float(), low.float())
+        return Scales(e.scales.float(), low.float())
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         if not self.hqq:
@@ -117,9 +116,9 @@ class TinyGemm(Int4):
         return Encoded(joined("codes"), joined("scale"), joined("zero"), None, x_RK.shape[1])
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert s.scale is not None and s.zero is not None
+        assert s.zero is not None
         # held scales are float32
-        scale = s.scale.to(x_RGB.dtype).unsqueeze(-1)
+        scale = s.scales.to(x_RGB.dtype).unsqueeze(-1)
         zero = s.zero.to(x_RGB.dtype).unsqueeze(-1) + 8 * scale
         q = ((x_RGB - (zero - 8 * scale)) / scale).round().clamp(0, 15) - 8
         return q.float(), scale.squeeze(-1), zero.squeeze(-1)

@@ -33,17 +33,14 @@ from .scales import absmax, visible
 class Float8Vllm(Float8):
     """e4m3 with a float32 scale per row, by whose reciprocal x is multiplied."""
 
-    @property
-    def name(self) -> str:
-        return "fp8-row-vllm-reciprocal"
+    name = "fp8-row-vllm-reciprocal"
 
     def measure(self, x_RK: Tensor) -> Scales:
         return Scales(row_scales(x_RK))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        codes = to_float8(x_RK.contiguous().float() * s.scale.reciprocal(), "e4m3")
-        return Encoded(codes, s.scale, None, None, x_RK.shape[1])
+        codes = to_float8(x_RK.contiguous().float() * s.scales.reciprocal(), "e4m3")
+        return Encoded(codes, s.scales, None, None, x_RK.shape[1])
 
 
 @dataclass(frozen=True)
@@ -51,20 +48,16 @@ class Int8Vllm(Affine):
     """Symmetric int8 with a float32 scale per row; codes are made with 127 / amax, which is not 1 / scale."""
 
     scales: str = "float32"
-
-    @property
-    def name(self) -> str:
-        return "int8-row-vllm"
+    name = "int8-row-vllm"
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(x_RK.contiguous()).unsqueeze(-1).float()
         return Scales(visible(x_RK.unsqueeze(1), amax / torch.full_like(amax, 127.0)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
         x_RK = x_RK.contiguous()
-        codes = (x_RK.float() * self._inverse(x_RK, s.scale)).round_().clamp_(-128, 127).nan_to_num_(0.0)
-        return Encoded(codes.to(torch.int8), s.scale, None, None, x_RK.shape[1])
+        codes = (x_RK.float() * self._inverse(x_RK, s.scales)).round_().clamp_(-128, 127).nan_to_num_(0.0)
+        return Encoded(codes.to(torch.int8), s.scales, None, None, x_RK.shape[1])
 
     def _inverse(self, x_RK: Tensor, scale: Tensor) -> Tensor:
         amax = absmax(x_RK).unsqueeze(-1).float()
@@ -80,9 +73,7 @@ class Int8Vllm(Affine):
 class Int8VllmReciprocal(Int8Vllm):
     """The same scales; codes are made with 1 / scale."""
 
-    @property
-    def name(self) -> str:
-        return "int8-row-vllm-reciprocal"
+    name = "int8-row-vllm-reciprocal"
 
     def _inverse(self, x_RK: Tensor, scale: Tensor) -> Tensor:
         return scale.reciprocal()
@@ -98,9 +89,7 @@ class NVFP4PowerOfTwo(NVFP4):
     Under a constant nothing is measured, so `fix` gives plain NVFP4 ("nvfp4-static:...").
     """
 
-    @property
-    def name(self) -> str:
-        return "nvfp4-pow2"
+    name = "nvfp4-pow2"
 
     power_of_two = True
 

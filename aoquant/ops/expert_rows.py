@@ -40,13 +40,12 @@ def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Te
 
 def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None, *, many: bool) -> Tensor:
     """`multiply`, where csrc takes it, for few or many rows of each expert."""
-    assert w.scale is not None
     alpha_w = format.alpha(w)
     y_SN: Tensor = native.operator("experts_mm")(
         few_rows.aligned(x_SK),
         ends.contiguous(),
         few_rows.aligned(w.codes),
-        few_rows.aligned(w.scale),
+        few_rows.aligned(w.scales),
         None if w.zero is None else few_rows.aligned(w.zero),
         alpha_x,
         None if alpha_w is None else alpha_w.contiguous(),
@@ -58,8 +57,7 @@ def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Ten
 
 def takes(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor) -> bool:
     """Return whether csrc multiplies these experts here."""
-    assert w.scale is not None
-    scales = w.scale.dtype if few_rows.kind(format) == "int4" else None
+    scales = w.scales.dtype if few_rows.kind(format) == "int4" else None
     return _takes(format, scales, w.codes.shape[0] // ends.numel(), w.k, x_SK.dtype, x_SK.device)
 
 

@@ -25,13 +25,11 @@ class Rotation(Transform):
     +1 and -1.
     """
 
+    drawn = True
+
     @property
     def name(self) -> str:
         return f"rht{self.size}"
-
-    @property
-    def drawn(self) -> bool:
-        return True
 
     def apply(self, x_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
         assert matrix is not None

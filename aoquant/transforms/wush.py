@@ -33,13 +33,11 @@ NEEDS_MATRIX = "{}: its matrices are found by calibration, and none were given"
 class WUSH(Transform):
     """A fitted transform of each block of `size` values: `aoquant.calibrate` finds its matrices."""
 
+    fitted = True
+
     @property
     def name(self) -> str:
         return f"wush{self.size}"
-
-    @property
-    def fitted(self) -> bool:
-        return True
 
     def apply(self, x_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
         return self._times(x_RK, None if matrix is None else matrix.mT)

@@ -82,9 +82,8 @@ def _multiply(format: Format, x: Encoded, w: Encoded, bias: Tensor | None, out: 
 
 def _operand(e: Encoded) -> tuple[Tensor, Tensor]:
     """Codes, two to a byte where they are e2m1, and swizzled block scales."""
-    assert e.scale is not None
     codes = e.codes.view(_FLOAT4) if e.codes.dtype == torch.uint8 else e.codes
-    return codes, layout.swizzle_128x4(e.scale)
+    return codes, layout.swizzle_128x4(e.scales)
 
 
 BACKENDS = (Backend("torch.scaled_mm.blocks", 10, _why_not, _run, reads_codes=True),)

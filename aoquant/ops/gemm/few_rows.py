@@ -147,9 +147,9 @@ def _cuda(c: Call) -> Tensor:
 def _cuda_product(f: Format, w: Encoded) -> Multiply:
     """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
     how = kind(f)
-    assert w.scale is not None and how is not None
+    assert how is not None
     multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts)
-    codes, scale = aligned(w.codes), aligned(w.scale)
+    codes, scale = aligned(w.codes), aligned(w.scales)
     zero = None if w.zero is None else aligned(w.zero)
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -45,9 +45,8 @@ def _in_blocks(x: Format | None, w: Format) -> bool:
 
 def _blocks(x: Encoded, x_format: Ggml, w: Encoded, w_format: Ggml) -> Tensor:
     """(M, N) float32."""
-    assert x.scale is not None and w.scale is not None
     x_GMB, w_GNB = _split(x_format, x), _split(w_format, w)
-    dx_GM, dw_GN = x.scale.float().t(), w.scale.float().t()
+    dx_GM, dw_GN = x.scales.float().t(), w.scales.float().t()
     acc_MN = dx_GM.new_zeros(dx_GM.shape[1], dw_GN.shape[1])
     for g, (x_MB, w_NB) in enumerate(zip(x_GMB, w_GNB, strict=True)):
         acc_MN += (x_MB @ w_NB.t()) * (dx_GM[g].unsqueeze(1) * dw_GN[g])

@@ -99,22 +99,20 @@ def _name(contract: str, format: Format) -> str:
 
 def _run(c: Call) -> Tensor:
     call = operator(_name(c.contract, c.w_format))
-    assert c.w.scale is not None
     if c.w.outer is not None:
         assert c.x is not None
         tile_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)
-        return c.plus_bias(call(c.x.codes, tile_NK, c.x.scale, c.w.outer, bias=None, use_fast_accum=True))
+        return c.plus_bias(call(c.x.codes, tile_NK, c.x.scales, c.w.outer, bias=None, use_fast_accum=True))
     if c.contract.startswith("fp8_mslk"):
-        assert c.x is not None and c.x.scale is not None
+        assert c.x is not None
         fast = c.contract == "fp8_mslk"
-        return c.shaped(call(c.x.codes, c.w.codes, c.x.scale, c.w.scale, bias=c.bias, use_fast_accum=fast))
-    scale_GN = c.w.scale.t().contiguous()
+        return c.shaped(call(c.x.codes, c.w.codes, c.x.scales, c.w.scales, bias=c.bias, use_fast_accum=fast))
+    scale_GN = c.w.scales.t().contiguous()
     zero_GN = torch.zeros_like(scale_GN) if c.w.zero is None else c.w.zero.t().contiguous()
     weight = (c.w.codes.view(torch.int8), scale_GN, zero_GN)
     if c.x is None:
         return c.plus_bias(call(c.x_hp.reshape(-1, c.k), *weight))
-    assert c.x.scale is not None
-    return c.plus_bias(call(c.x.codes, weight[0], c.x.scale.flatten(), *weight[1:]))
+    return c.plus_bias(call(c.x.codes, weight[0], c.x.scales.flatten(), *weight[1:]))
 
 
 BACKENDS = (Backend("mslk", 20, _why_not, _run, reads_codes=True),)

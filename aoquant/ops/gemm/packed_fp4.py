@@ -25,8 +25,7 @@ def why_not_packed(f: Format | None) -> str | None:
 
 def parts(e: Encoded) -> tuple[Tensor, Tensor]:
     """Codes and block scales."""
-    assert e.scale is not None
-    return e.codes, e.scale
+    return e.codes, e.scales
 
 
 def _why_not(r: Request) -> str | None:

@@ -109,11 +109,10 @@ def operand(e: Encoded, k: int) -> tuple[Tensor, Tensor]:
     """Codes (R, K' / 2) with K padded to K', a multiple of 128, and swizzled block scales: a zero byte where there is
     no block.
     """
-    assert e.scale is not None
-    padded, block = -(-k // K_MULTIPLE) * K_MULTIPLE, k // e.scale.shape[1]
+    padded, block = -(-k // K_MULTIPLE) * K_MULTIPLE, k // e.scales.shape[1]
     codes = F.pad(e.codes, (0, (padded - k) // 2)).contiguous()
-    scale = F.pad(e.scale.view(torch.uint8), (0, (padded - k) // block))
-    flat = layout.swizzle_128x4(scale).view(e.scale.dtype)
+    scale = F.pad(e.scales.view(torch.uint8), (0, (padded - k) // block))
+    flat = layout.swizzle_128x4(scale).view(e.scales.dtype)
     return codes, flat if block == 32 else flat.view(-1, padded // block)
 
 

@@ -58,9 +58,8 @@ def _summed(x_MK: Tensor, format: Format, w: Encoded, dtype: torch.dtype, decode
 
 def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:
     """(M, N): each block's products summed, times both scales, added in K's order."""
-    assert x.scale is not None and w.scale is not None
     x_GMB, w_GNB = (e.codes.float().unflatten(1, (-1, block)).transpose(0, 1) for e in (x, w))
-    sx_GM, sw_GN = x_format.spread(x.scale, len(x.codes)).t(), w_format.spread(w.scale, len(w.codes)).t()
+    sx_GM, sw_GN = x_format.spread(x.scales, len(x.codes)).t(), w_format.spread(w.scales, len(w.codes)).t()
     acc_MN = x_GMB.new_zeros(len(x.codes), len(w.codes))
     for x_MB, w_NB, sx_M, sw_N in zip(x_GMB, w_GNB, sx_GM, sw_GN, strict=True):
         acc_MN += (x_MB @ w_NB.t()) * sx_M.unsqueeze(1) * sw_N
@@ -115,12 +114,11 @@ def _matmul_bias(c: Call) -> Tensor:
 
 
 def _int8_rescale(c: Call) -> Tensor:
-    assert c.w.scale is not None
     x_MK = c.x_hp.reshape(-1, c.k)
     if c.w_format.block:
         y_MN = torch.mm(x_MK, c.w_decoded().t())
     else:
-        y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scale.to(c.dtype).flatten()
+        y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scales.to(c.dtype).flatten()
     return c.shaped(_plus(y_MN, c.bias))
 
 
@@ -134,12 +132,12 @@ def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias,
     rounded.
     """
-    assert c.x is not None and c.x.scale is not None and c.w.scale is not None
-    y_MN = (acc_MN.float() * c.x.scale).to(c.dtype)
+    assert c.x is not None
+    y_MN = (acc_MN.float() * c.x.scales).to(c.dtype)
     if c.x.zero is not None:
         row_sums = c.w_format.integers(c.w).sum(-1).float()
-        y_MN = y_MN - ((c.x.zero.float() * c.x.scale) * row_sums).to(c.dtype)
-    return c.shaped(_plus(y_MN * c.w.scale.flatten(), c.bias).to(c.dtype))
+        y_MN = y_MN - ((c.x.zero.float() * c.x.scales) * row_sums).to(c.dtype)
+    return c.shaped(_plus(y_MN * c.w.scales.flatten(), c.bias).to(c.dtype))
 
 
 def _nvfp4_rescale(c: Call) -> Tensor:

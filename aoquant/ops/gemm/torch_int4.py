@@ -121,8 +121,8 @@ def _scales_and_zeros(e: Encoded) -> Tensor:
 
 
 def _both(e: Encoded) -> tuple[Tensor, Tensor]:
-    assert e.scale is not None and e.zero is not None
-    return e.scale, e.zero
+    assert e.zero is not None
+    return e.scales, e.zero
 
 
 def _why_not_cpu(r: Request) -> str | None:

@@ -53,8 +53,8 @@ def _cpu_row_scales() -> bool:
 
 
 def _scaled_mm(c: Call) -> Tensor:
-    assert c.x is not None and c.x.scale is not None
-    return c.shaped(_product(c.contract, c.x.codes, c.x.scale, c.w, c.bias, c.dtype))
+    assert c.x is not None
+    return c.shaped(_product(c.contract, c.x.codes, c.x.scales, c.w, c.bias, c.dtype))
 
 
 def _bind_scaled_mm(r: Request, w: Encoded) -> Multiply:
@@ -67,7 +67,6 @@ def _bind_scaled_mm(r: Request, w: Encoded) -> Multiply:
 
 def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(M, N) of codes and their scales, by the GEMM that takes them or by another with the same sums."""
-    assert w.scale is not None
     fast = contract == "fp8_scaled_mm"
     if bias is not None and bias.data_ptr() % 16:  # a part of a flat buffer: cuBLAS loads vectors
         bias = bias.clone()
@@ -81,7 +80,7 @@ def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tenso
                 x_MK,
                 w.codes.t(),
                 scale_a=scale,
-                scale_b=w.scale if w.scale.numel() == 1 else w.scale.t(),
+                scale_b=w.scales if w.scales.numel() == 1 else w.scales.t(),
                 bias=None if late is not None else bias,
                 out_dtype=dtype,
                 use_fast_accum=fast,
@@ -93,7 +92,7 @@ def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tenso
         _refused.add(_asked(contract, x_MK, scale, w, bias, dtype))  # an exception costs more than the GEMM
     # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it
     # has, and the same sums
-    return rescaled(_accumulated(x_MK, w.codes, fast), scale, w.scale, bias, dtype)
+    return rescaled(_accumulated(x_MK, w.codes, fast), scale, w.scales, bias, dtype)
 
 
 _refused: set[tuple[object, ...]] = set()  # operands, by `_asked`, for which cuBLAS has no kernel
@@ -103,8 +102,7 @@ def _asked(
     contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[object, ...]:
     """Return what cuBLAS asks for when it chooses a kernel: shapes, dtypes and the device."""
-    assert w.scale is not None
-    shapes = x_MK.shape, scale.shape, w.codes.shape, w.scale.shape
+    shapes = x_MK.shape, scale.shape, w.codes.shape, w.scales.shape
     return (*shapes, x_MK.dtype, w.codes.dtype, x_MK.device, bias is None, dtype, contract)
 
 
@@ -206,8 +204,8 @@ def _blockwise_kernel() -> Callable[..., Tensor] | None:
 
 def _blockwise(c: Call) -> Tensor:
     kernel = _blockwise_kernel()
-    assert kernel is not None and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    y_MN = kernel(c.x.codes, c.x.scale, c.w.codes.contiguous(), c.w.scale.contiguous(), 128)
+    assert kernel is not None and c.x is not None
+    y_MN = kernel(c.x.codes, c.x.scales, c.w.codes.contiguous(), c.w.scales.contiguous(), 128)
     return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
 
 
