@@ -13,7 +13,7 @@ transformers multiplies by it as it stands:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from aoquant.experts.grouped_linear import Rows, grouped_at_once, grouped_in_a_l
 from aoquant.linear.checks import compute_dtype
 from aoquant.linear.function import quantized_linear
 from aoquant.linear.packed_moves import cut_columns, cut_rows
-from aoquant.linear.tensor import PackedTensor
+from aoquant.linear.tensor import PackedTensor, parts_of
 
 aten = torch.ops.aten
 _PARTS = ("qdata", "scale", "zero_point", "per_tensor_scale")
@@ -49,9 +49,7 @@ class PackedExperts(PackedTensor):
         k: int,
         dtype: torch.dtype,
         transposed: bool = False,
-        *,
-        checked: bool = False,
-        **tensors: Tensor | None,
+        **named: Any,
     ) -> PackedExperts:
         *lead, n, _ = qdata.shape
         shape = (*lead, k, n) if transposed else (*lead, n, k)
@@ -76,12 +74,12 @@ class PackedExperts(PackedTensor):
 
     def expert(self, index: int) -> PackedTensor:
         """Return one expert (N, K): views of its codes and scales."""
-        return self._like(PackedTensor, [None if t is None else t[index] for t in self._parts()], None, None)
+        return self._like(PackedTensor, _each(self, lambda t: t[index]), None, None)
 
     @property
     def matrix(self) -> PackedTensor:
         """The (N, K) of one selected expert."""
-        return self._like(PackedTensor, self._parts(), None, None)
+        return self._like(PackedTensor, parts_of(self), None, None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values in this tensor's shape, in `dtype`, by default the weights' own."""
@@ -108,9 +106,6 @@ class PackedExperts(PackedTensor):
     ) -> PackedExperts:
         turned = self.transposed if transposed is None else transposed
         return self._like(PackedExperts, tensors, k, dtype, transposed=turned)
-
-    def _parts(self) -> list[Tensor | None]:
-        return [*(getattr(self, name) for name in _PARTS), None]
 
 
 def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False) -> PackedExperts:
@@ -152,14 +147,18 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)
 
 
+def _each(packed: PackedTensor, moved: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """The parts of a packed tensor, `moved`."""
+    return [None if t is None else moved(t) for t in parts_of(packed)]
+
+
 @PackedTensor.implements([aten.unsqueeze.default])
 def _unsqueeze(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedExperts:
     """Return one weight (N, K) as a stack of one expert, views: vLLM's loader gives experts so."""
     packed, dim = args
     if dim != 0 or packed.act_pre_scale is not None:
         raise ValueError(f"{packed!r}: becomes a stack of one expert, unsqueeze(0), where it has no fitted transform")
-    parts = (packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale)
-    return packed._like(PackedExperts, [*(None if t is None else t.unsqueeze(0) for t in parts), None], None, None)
+    return packed._like(PackedExperts, _each(packed, lambda t: t.unsqueeze(0)), None, None)
 
 
 @PackedExperts.implements([aten.select.int])
@@ -168,7 +167,7 @@ def _select(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if packed.dim() != 3 or dim % 3 != 0:
         raise ValueError(f"PackedExperts {tuple(packed.shape)} are selected by expert, w[e], got dimension {dim}")
     if packed.transposed:
-        return packed._with([None if t is None else t[index] for t in packed._parts()])
+        return packed._with(_each(packed, lambda t: t[index]))
     return packed.expert(index)
 
 
@@ -186,7 +185,7 @@ def _transpose(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
         )
     if packed.dim() == 2:
         return packed.matrix
-    turned = packed._with(packed._parts(), transposed=not packed.transposed)
+    turned = packed._with(parts_of(packed), transposed=not packed.transposed)
     return return_and_correct_aliasing(func, args, kwargs, turned)
 
 
@@ -208,16 +207,14 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
     dim = dim % 3
     if dim == 0:
-        cut = packed._with([None if t is None else t[start:end] for t in packed._parts()])
+        cut = packed._with(_each(packed, lambda t: t[start:end]))
     else:
         # the axis to cut comes where PackedTensor has it: rows in front, columns second
         along_rows = (dim == 1) != packed.transposed
         a, b = (0, 1) if along_rows else (1, 2)
-        turned = [None if t is None else t.transpose(a, b) for t in packed._parts()]
-        flat = packed._like(PackedTensor, turned, None, None)
+        flat = packed._like(PackedTensor, _each(packed, lambda t: t.transpose(a, b)), None, None)
         done = (cut_rows if along_rows else cut_columns)(flat, start, end)
-        parts = [getattr(done, name) for name in _PARTS]
-        cut = packed._with([*(None if t is None else t.transpose(a, b) for t in parts), None], k=done.k)
+        cut = packed._with(_each(done, lambda t: t.transpose(a, b)), k=done.k)
     return return_and_correct_aliasing(func, args, kwargs, cut)
 
 

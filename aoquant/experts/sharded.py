@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from aoquant.distributed.fsdp import GATHER
 from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import parts_of
 
 GATHERS = "_aoquant_gathers"  # attribute of a module whose packed experts are gathered for a forward
 # Attribute of transformers' experts, from 5.24 on: its forwards skip the number behind the last expert only where this
@@ -133,7 +134,7 @@ def gather(w: DTensor) -> Any:
     """All experts' codes and scales, on every rank. A collective."""
     local: Any = w.to_local()
     gathered = list[Tensor | None]()
-    for part in local._parts():
+    for part in parts_of(local):
         if part is None:
             gathered.append(None)
             continue

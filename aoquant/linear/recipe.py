@@ -257,8 +257,7 @@ class LinearRecipe:
     @property
     def backward_operands(self) -> tuple[Operand, ...]:
         """Return the operands of both backward GEMMs that are quantised."""
-        slots = (self.dgrad_grad_output, self.dgrad_weight, self.wgrad_grad_output, self.wgrad_input)
-        return tuple(f for f in slots if f is not None)
+        return tuple(f for slot in BACKWARD if (f := getattr(self, slot)) is not None)
 
     @property
     def draws(self) -> bool:

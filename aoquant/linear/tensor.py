@@ -73,10 +73,8 @@ class PackedTensor(TorchAOBaseTensor):
         contract: str = "",
         k: int = 0,
         dtype: torch.dtype = torch.float32,
-        *parts: Tensor | None,
-        requires_grad: bool = False,
-        checked: bool = False,
-        **named_parts: Tensor | None,
+        *parts: Any,
+        **named: Any,
     ) -> PackedTensor:
         if isinstance(qdata, PackedTensor):  # so accelerate's offload makes a parameter of one that it moved
             return qdata.detach()

@@ -42,11 +42,11 @@ def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Ten
     """`multiply`, where csrc takes it, for few or many rows of each expert."""
     alpha_w = format.alpha(w)
     y_SN: Tensor = native.operator("experts_mm")(
-        few_rows.aligned(x_SK),
+        native.aligned(x_SK),
         ends.contiguous(),
-        few_rows.aligned(w.codes),
-        few_rows.aligned(w.scales),
-        None if w.zero is None else few_rows.aligned(w.zero),
+        native.aligned(w.codes),
+        native.aligned(w.scales),
+        None if w.zero is None else native.aligned(w.zero),
         alpha_x,
         None if alpha_w is None else alpha_w.contiguous(),
         few_rows.plan_of(format, w, x_SK.dtype),

@@ -21,6 +21,7 @@ from . import linear_plan, sources
 
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
+OUT = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # how operators are told the dtype of values
 
 
 def why_not() -> str | None:
@@ -67,12 +68,18 @@ def operator(name: str) -> Callable[..., Any]:
     return found
 
 
-def _finite_absmax(x: Tensor) -> Tensor:
-    return x.new_empty(PARTIALS, dtype=torch.int32)
+def is_aligned(t: Tensor) -> bool:
+    """Return whether kernels can read t as it lies: contiguous, from an address that is a multiple of 16."""
+    return t.is_contiguous() and t.data_ptr() % 16 == 0
 
 
-def _outer_scale(x: Tensor, times: float, least: float) -> Tensor:
-    return x.new_empty(1, 1, dtype=torch.float32)
+def aligned(t: Tensor) -> Tensor:
+    """Contiguous, from an address that is a multiple of 16: itself, but for some views."""
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _values(x: Tensor, out: int) -> Tensor:
+    return x.new_empty(x.shape if out else (0, 0), dtype=list(OUT)[out] or torch.uint8)
 
 
 def _encode_grids(
@@ -87,55 +94,35 @@ def _encode_grids(
     out: int,
     operand: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+    rows, k = x.shape
     return (
         x.new_empty(rows, k // 2, dtype=torch.uint8),
         x.new_empty(-(-rows // tile), k // 16, dtype=torch.uint8),
         x.new_empty(1, 1, dtype=torch.float32),
-        x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
+        _values(x, out),
     )
 
 
 def _encode_search(x: Tensor, outer: Tensor, out: int, operand: bool) -> tuple[Tensor, Tensor, Tensor]:
-    (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
-    return (
-        x.new_empty(rows, k // 2, dtype=torch.uint8),
-        x.new_empty(rows, k // 16, dtype=torch.uint8),
-        x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
-    )
+    rows, k = x.shape
+    codes, scale = (x.new_empty(rows, k // each, dtype=torch.uint8) for each in (2, 16))
+    return codes, scale, _values(x, out)
 
 
 def _encode_tensor(x: Tensor, kind: int, keep: bool, out: int, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+    rows, k = x.shape
     return (
         x.new_empty((rows, k if kind else k // 2) if keep else (0, 0), dtype=torch.uint8),
         x.new_empty((rows, k // 16) if keep and not kind else (0, 0), dtype=torch.uint8),
         x.new_empty(1, 1, dtype=torch.float32),
-        x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
+        _values(x, out),
     )
-
-
-def _transform_fitted(x: Tensor, matrix: Tensor, back: bool, out: int) -> Tensor:
-    return x.new_empty(x.shape, dtype=(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)[out])
 
 
 def _encode_fitted(x: Tensor, matrix: Tensor, block: int, known: float) -> tuple[Tensor, Tensor, Tensor]:
     (rows, k), outer = x.shape, int(block == 16 and known != 0)
-    return (
-        x.new_empty(rows, k // 2, dtype=torch.uint8),
-        x.new_empty(rows, k // block, dtype=torch.uint8),
-        x.new_empty(outer, outer, dtype=torch.float32),
-    )
-
-
-def _decode_mm(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-def _linear(
-    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None, plan: int
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
+    codes, scale = (x.new_empty(rows, k // each, dtype=torch.uint8) for each in (2, block))
+    return codes, scale, x.new_empty(outer, outer, dtype=torch.float32)
 
 
 def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int) -> Tensor:
@@ -143,30 +130,18 @@ def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int)
     return codes.new_empty(codes.shape[0], k, dtype=linear_plan.dtype_of(plan))
 
 
-def _experts_mm(x: Tensor, ends: Tensor, codes: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0] // ends.shape[0])
-
-
-def _siblings(x: Tensor, codes: list[Tensor], *rest: Any) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in codes]
-
-
-def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
-    "finite_absmax": _finite_absmax,
-    "outer_scale": _outer_scale,
+    "finite_absmax": lambda x: x.new_empty(PARTIALS, dtype=torch.int32),
+    "outer_scale": lambda x, times, least: x.new_empty(1, 1, dtype=torch.float32),
     "encode_grids": _encode_grids,
     "encode_search": _encode_search,
     "encode_tensor": _encode_tensor,
-    "transform_fitted": _transform_fitted,
+    "transform_fitted": lambda x, matrix, back, out: _values(x, out),
     "encode_fitted": _encode_fitted,
-    "decode_mm": _decode_mm,
-    "linear": _linear,
-    "siblings": _siblings,
-    "encode_rows": _encode_rows,
+    "decode_mm": lambda x, codes, *rest: x.new_empty(x.shape[0], codes.shape[0]),
+    "linear": lambda x, codes, scale, zero, alpha_w, bias, plan: x.new_empty(*x.shape[:-1], codes.shape[0]),
+    "siblings": lambda x, codes, *rest: [x.new_empty(*x.shape[:-1], w.shape[0]) for w in codes],
+    "encode_rows": lambda x, format, decoded: (x.new_empty(x.shape), x.new_empty(len(x), 1, dtype=torch.float32)),
     "decode_values": _decode_values,
-    "experts_mm": _experts_mm,
+    "experts_mm": lambda x, ends, codes, *rest: x.new_empty(x.shape[0], codes.shape[0] // ends.shape[0]),
 }

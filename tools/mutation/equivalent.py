@@ -120,8 +120,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         "ops/gemm/reference.py",
-        "y_MN = y_MN - ((c.x.zero.float() * c.x.scale) * row_sums).to(c.dtype)",
-        "y_MN = y_MN - (((c.x.zero) * c.x.scale) * row_sums).to(c.dtype)",
+        "y_MN = y_MN - ((c.x.zero.float() * c.x.scales) * row_sums).to(c.dtype)",
+        "y_MN = y_MN - (((c.x.zero) * c.x.scales) * row_sums).to(c.dtype)",
         "An int8 tensor times a float32 one is multiplied in float32.",
     ),
     Equivalent(

@@ -29,7 +29,6 @@ from . import fitted, triton, whole
 _EFFORTS = {"": 0, "base": 1, "sided": 2, "search": 3}
 _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
 VALUES = 1 << 24  # of ROW_FORMATS; measured for nvfp4-row and fp8-row
-_DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def why_not_encode(format: Format, device: torch.device) -> str | None:
@@ -80,33 +79,25 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     if whole.has(operand):
         if ask.measured is not None:
             return triton.quantize(operand, x_RK, ask)
-        return whole.encode(operand.format, _aligned(x_RK), ask.values, ask.operand, ask.codes)
+        return whole.encode(operand.format, native.aligned(x_RK), ask.values, ask.operand, ask.codes)
     if (number := ROW_FORMATS.get(operand.name)) is not None:
         if ask.values is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
             return triton.quantize(operand, x_RK, ask)
-        values, alpha = native.operator("encode_rows")(_aligned(x_RK), number, not ask.operand)
+        values, alpha = native.operator("encode_rows")(native.aligned(x_RK), number, not ask.operand)
         return Side(None, values, None if operand.reach == "block" else alpha)  # without codes
-    x, encoder = _aligned(_transformed(operand, x_RK)), _encoder(operand.format)
+    if operand.transform is not None:  # Triton transforms, csrc encodes
+        x_RK = triton.transform(operand, x_RK, None)
+    encoder = _encoder(operand.format)
     assert encoder is not None
-    made = encoder(operand.format, x, ask.values, ask.operand, ask.measured)
+    made = encoder(operand.format, native.aligned(x_RK), ask.values, ask.operand, ask.measured)
     return made if ask.codes else made._replace(encoded=None)
-
-
-def _aligned(x_RK: Tensor) -> Tensor:
-    x = x_RK.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x  # a slice of something contiguous
-
-
-def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
-    """Triton transforms, csrc encodes."""
-    return x_RK if operand.transform is None else triton.transform(operand, x_RK, None)
 
 
 def _search(format: NVFP4Search, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
     """Codes, and values in `dtype`, or an empty tensor for None."""
     outer = _outer(format, x) if measured is None else measured
     given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
-    codes, scale, values = native.operator("encode_search")(x, given, _DTYPES[dtype], operand)
+    codes, scale, values = native.operator("encode_search")(x, given, native.OUT[dtype], operand)
     e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
     return Side(e, values, outer)
 
@@ -118,7 +109,7 @@ def _grids(format: FourOverSix, x: Tensor, dtype: torch.dtype | None, operand: b
     amax = x.new_empty(0, dtype=torch.int32) if known else native.operator("finite_absmax")(x)
     codes, scale, outer, values = native.operator("encode_grids")(
         x, amax, known, _EFFORTS[format.effort], _METRICS[format.metric], format.tile,
-        even or 0.25, odd != even, _DTYPES[dtype], operand,
+        even or 0.25, odd != even, native.OUT[dtype], operand,
     )  # fmt: skip
     e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
     return Side(e, values, outer)

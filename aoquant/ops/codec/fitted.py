@@ -23,7 +23,6 @@ from ..quantized import Ask, Side
 from ..router import Backend, CodecRequest
 from .reference import masked
 
-_DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 FIND = -1.0  # an outer scale that is not known
 # exactly these classes: a subclass is another format
 _HAS: dict[type[Format], Callable[[Format], bool]] = {
@@ -60,8 +59,7 @@ def _given(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> tuple[Tenso
     if matrix is None:
         assert operand.transform is not None
         raise ValueError(NEEDS_MATRIX.format(operand.transform.name))
-    x = x_RK.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x, matrix.float().contiguous()
+    return native.aligned(x_RK), matrix.float().contiguous()
 
 
 def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool, clipped: Tensor | None) -> Tensor:
@@ -70,7 +68,7 @@ def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool,
     if clipped is not None:
         x_RK = masked(x_RK, clipped)
     x, given = _given(operand, x_RK, matrix)
-    made: Tensor = native.operator("transform_fitted")(x, given, back, _DTYPES[dtype])
+    made: Tensor = native.operator("transform_fitted")(x, given, back, native.OUT[dtype])
     return made
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand
+from aoquant.formats import Encoded, Format, Operand
 
 from .. import native
 from ..quantized import Side
 from ..router import CodecRequest
 
 LEAST = 1 << 21  # values
-_DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def has(operand: Operand) -> bool:
@@ -29,8 +28,6 @@ def why_not(r: CodecRequest) -> str | None:
     """Return why the kernel does not encode the request, of an operand that it `has`."""
     if r.rows * r.k < LEAST or r.k % 16:
         return f"encodes {LEAST} values or more of {r.operand.name}, in rows of a multiple of 16, got {r.rows} x {r.k}"
-    if r.dtype not in FLOAT_DTYPES:
-        return f"reads float32, bfloat16 or float16, got {r.dtype}"
     if torch.cuda.get_device_capability(r.device)[0] < 9:
         return "copies by an engine that Hopper and later have"
     return native.why_not() or native.why_not_on(r.device)
@@ -39,7 +36,7 @@ def why_not(r: CodecRequest) -> str | None:
 def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> Side:
     """Codes, if `keep`, and values in `dtype`, unless it is None; x starts on 16 bytes."""
     fp8 = format.block is None
-    codes, scale, whole, values = native.operator("encode_tensor")(x_RK, int(fp8), keep, _DTYPES[dtype], operand)
+    codes, scale, whole, values = native.operator("encode_tensor")(x_RK, int(fp8), keep, native.OUT[dtype], operand)
     e = None
     if keep and fp8:
         e = Encoded(codes.view(torch.float8_e4m3fn), whole, None, None, x_RK.shape[1])

@@ -35,6 +35,7 @@ from aoquant.formats import (
 from .. import codec, native
 from ..call import Call
 from ..linear_plan import CUDA_FORMATS, LinearPlan
+from ..native import aligned, is_aligned
 from ..router import Backend, Multiply, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
@@ -169,22 +170,8 @@ def _bind_cuda(r: Request, w: Encoded) -> Multiply | None:
     return lambda x_MK, alpha_x, bias: product(aligned(x_MK), alpha_x, bias)
 
 
-def is_aligned(t: Tensor) -> bool:
-    """Return whether kernels can read t as it lies: contiguous, from an address that is a multiple of 16."""
-    return t.is_contiguous() and t.data_ptr() % 16 == 0
-
-
-def aligned(t: Tensor) -> Tensor:
-    """Contiguous, from an address that is a multiple of 16: itself, but for some views."""
-    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
-
-
 def _triton(c: Call) -> Tensor:
     return c.shaped(_triton_product(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
-
-
-def _bind_triton(r: Request, w: Encoded) -> Multiply:
-    return _triton_product(r.w_format, w)
 
 
 def _triton_product(f: Format, w: Encoded) -> Multiply:
@@ -202,5 +189,7 @@ def _triton_product(f: Format, w: Encoded) -> Multiply:
 
 BACKENDS = (
     Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True, bind=_bind_cuda),
-    Backend("triton-decode", 7, _why_not_triton, _triton, reads_codes=True, bind=_bind_triton),
+    Backend(
+        "triton-decode", 7, _why_not_triton, _triton, reads_codes=True, bind=lambda r, w: _triton_product(r.w_format, w)
+    ),
 )

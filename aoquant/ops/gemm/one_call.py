@@ -18,7 +18,7 @@ from .. import native
 from ..call import gemm_request
 from ..linear_plan import ROW_FORMATS
 from ..router import CodecRequest, runner
-from .few_rows import CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
+from .few_rows import CUDA_ROWS, alpha_of, kind, plan_of
 
 NAME = "aoquant_native::linear"
 MOST_ROWS = CUDA_ROWS  # for which the number made for one row is valid
@@ -36,7 +36,8 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
         return None
     if runner(gemm_request(contract, x_as, w_as, w, dtype, m)).name != "cuda-decode":
         return None
-    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)) or f.alpha(w) is not alpha_of(f, w):
+    reads_as_it_lies = all(t is None or native.is_aligned(t) for t in (w.codes, w.scale, w.zero))
+    if not reads_as_it_lies or f.alpha(w) is not alpha_of(f, w):
         return None  # a factor that is made of the outer scale is made anew in each call
     if x_as is not None and not _encoded_here(x_as, w, dtype, m):
         return None

@@ -22,7 +22,7 @@ from aoquant.formats import Encoded, Format, tiles
 from .. import codec, native
 from ..call import Call
 from ..router import Backend, Multiply, Request
-from .few_rows import decodes, is_aligned, plan_of
+from .few_rows import decodes, plan_of
 from .reference import nvfp4_epilogue, rescaled
 
 _CONTRACTS = ("aoquant", "nvfp4_rescale")
@@ -91,7 +91,7 @@ def _bind(r: Request, w: Encoded) -> Multiply | None:
 
 def by_csrc(r: Request, w: Encoded) -> bool:
     """Return whether csrc decodes W for calls without gradients."""
-    return decodes(r) and all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero))
+    return decodes(r) and all(t is None or native.is_aligned(t) for t in (w.codes, w.scale, w.zero))
 
 
 def _blocks(f: Format, w: Encoded, dtype: torch.dtype, decoder: Callable[[Encoded], Callable[[], Tensor]]) -> Blocks:

@@ -401,7 +401,9 @@ def operands(
     random = row_random or column_random
     state = None if random is None else random.state
     sides = 0 if row_random is None else row_random.side, 0 if column_random is None else column_random.side
-    _run(_launch(rows, columns, m, n, m_padded, n_padded, *sides, False), x_MN, state, rows, columns, of_x, of_y)
+    largest_x, largest_y = _partials(x_MN, of_x.alpha is not None, of_y.alpha is not None, _mask(columns))
+    launch = _launch(rows, columns, m, n, m_padded, n_padded, *sides, False)
+    launch(x_MN, state, largest_x, *of_x, largest_y, *of_y)
     return Quantized(
         None if of_x.values is None else Side(None, of_x.values, of_x.alpha),
         None if of_y.values is None else Side(None, of_y.values.t(), of_y.alpha),
@@ -413,20 +415,9 @@ def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> 
     m, k = x_MK.shape
     of_x = _Output.of(rows, x_MK, (m, k), x_MK.dtype, (m, k))
     of_y = _Output.of(columns, x_MK, None, x_MK.dtype, (k, m_padded))
-    _run(_launch(rows, columns, m, k, m_padded, k, 0, 0, True), x_MK, None, rows, columns, of_x, of_y)
+    largest_x, largest_y = _partials(x_MK, of_x.alpha is not None, of_y.alpha is not None, _mask(columns))
+    launch = _launch(rows, columns, m, k, m_padded, k, 0, 0, True)
+    launch(x_MK, None, largest_x, *of_x, largest_y, *of_y)
     assert of_x.values is not None
     made = Side(of_x.encoded(rows, k), of_x.values, of_x.alpha)
     return Quantized(made, Side(of_y.encoded(columns, m_padded)))
-
-
-def _run(
-    launch: Launch,
-    x: Tensor,
-    state: Tensor | None,
-    rows: Operand | None,
-    columns: Operand | None,
-    of_x: _Output,
-    of_y: _Output,
-) -> None:
-    largest_x, largest_y = _partials(x, of_x.alpha is not None, of_y.alpha is not None, _mask(columns))
-    launch(x, state, largest_x, *of_x, largest_y, *of_y)
