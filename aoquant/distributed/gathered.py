@@ -118,9 +118,7 @@ class Layout:
     def encoded(self, tensors: Sequence[Tensor]) -> Encoded:
         """Return what `read` gave, as one."""
         given = iter(tensors)
-        codes, scale, zero, outer = (None if field is None else next(given) for field in self.fields)
-        assert codes is not None
-        return Encoded(codes, scale, zero, outer, self.width)
+        return Encoded.of((None if field is None else next(given) for field in self.fields), self.width)
 
 
 def _joined(buffers_RL: Tensor, field: _Field) -> Tensor:
@@ -174,9 +172,7 @@ class GatheredWeight(Tensor):
         """Return one expert (N, K): views of its codes and scales."""
 
         def one(e: Encoded) -> Encoded:
-            codes, scale, zero, outer = (None if t is None else t[index] for t in e.tensors)
-            assert codes is not None
-            return Encoded(codes, scale, zero, outer, e.k)
+            return Encoded.of((None if t is None else t[index] for t in e.tensors), e.k)
 
         columns = None if self.columns is None else one(self.columns)
         n, k = self.shape[:0:-1] if self.transposed else self.shape[1:]
@@ -236,9 +232,7 @@ class GatheredWeight(Tensor):
                 made.append(None)
                 continue
             fields, width = side
-            codes, scale, zero, outer = (next(parts) if there else None for there in fields)
-            assert codes is not None
-            made.append(Encoded(codes, scale, zero, outer, width))
+            made.append(Encoded.of([next(parts) if there else None for there in fields], width))
         rows, columns = made
         assert rows is not None
         weight = GatheredWeight(size, dtype, key, rows, columns)

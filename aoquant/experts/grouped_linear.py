@@ -141,9 +141,8 @@ def grouped_at_once(
     if encoded is not None:
         outer = encoded.outer  # of each row, or of each expert
         outer = None if outer is None else outer.expand(*encoded.codes.shape[:2], 1)
-        codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
-        assert codes is not None
-        packed = Encoded(codes, scale, zero, outer, encoded.k)
+        flat = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
+        packed = Encoded.of(flat, encoded.k)
     if not isinstance(w, Encoded):
         weight = with_gradient(w)
         check_dtype(given_x, w.dtype, recipe.contract)

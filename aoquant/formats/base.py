@@ -18,6 +18,7 @@ Shapes: R rows, K values along the contraction axis, G = K / group scales in a r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -47,6 +48,13 @@ class Encoded(NamedTuple):
     zero: Tensor | None
     outer: Tensor | None
     k: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor | None], k: int) -> Encoded:
+        """Return the matrix of codes, scale, zero and outer scale, in this order."""
+        codes, scale, zero, outer = tensors
+        assert codes is not None
+        return cls(codes, scale, zero, outer, k)
 
     @property
     def scales(self) -> Tensor:
@@ -374,10 +382,8 @@ class Format:
         rows = e.codes.shape[0]
         if any(t is not None and t.shape[0] not in (1, rows) for t in e.tensors):  # scales of blocks that span rows
             return self.decode(e, dtype).index_select(0, ids)
-        scale, zero, outer = (
-            t if t is None or t.shape[0] != rows else take_rows(t, ids) for t in (e.scale, e.zero, e.outer)
-        )
-        return self.decode(Encoded(take_rows(e.codes, ids), scale, zero, outer, e.k), dtype)
+        taken = (t if t is None or t.shape[0] != rows else take_rows(t, ids) for t in e.tensors)
+        return self.decode(Encoded.of(taken, e.k), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
         """Return (len(ids), K): rows `ids` of fake_quantize(x_RK), encoding them alone where that is exact and less

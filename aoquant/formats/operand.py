@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,7 +58,16 @@ class Operand:
     def __hash__(self) -> int:
         return hash(self.name)  # computed once; the fields' own would be hashed again at every look-up
 
-    if not TYPE_CHECKING:  # the package itself reads what is not listed here off `format`, which mypy checks
+    if TYPE_CHECKING:  # the package itself reads what is not listed here off `format`, which mypy checks
+        bits: ClassVar[int]
+        tile_rows: ClassVar[int]
+        reach: ClassVar[str]
+        per_tensor: ClassVar[bool]
+        from_extremes: ClassVar[bool]
+        finite_only: ClassVar[bool]
+        learnable: ClassVar[bool]
+        clips_when_held: ClassVar[bool]
+    else:
 
         def __getattr__(self, name: str) -> Any:
             """Ask the format for attributes that a transform does not change."""
@@ -80,41 +89,9 @@ class Operand:
         return self if format is self.format else replace(self, format=format)
 
     @property
-    def bits(self) -> int:
-        return self.format.bits
-
-    @property
     def standard(self) -> str:
         """The published layout of what is stored, which has no transform."""
         return "" if self.transform else self.format.standard
-
-    @property
-    def tile_rows(self) -> int:
-        return self.format.tile_rows
-
-    @property
-    def reach(self) -> str:
-        return self.format.reach
-
-    @property
-    def per_tensor(self) -> bool:
-        return self.format.per_tensor
-
-    @property
-    def from_extremes(self) -> bool:
-        return self.format.from_extremes
-
-    @property
-    def finite_only(self) -> bool:
-        return self.format.finite_only
-
-    @property
-    def learnable(self) -> bool:
-        return self.format.learnable
-
-    @property
-    def clips_when_held(self) -> bool:
-        return self.format.clips_when_held
 
     @property
     def fitted(self) -> bool:

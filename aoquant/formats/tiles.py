@@ -58,9 +58,7 @@ def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, 
         for place, part, one in zip(whole, tile.tensors, first.tensors, strict=True):
             if place is not None and part is not None and one is not None and place is not one:
                 place[i * len(one) : i * len(one) + len(part)].copy_(part)
-    codes, scale, zero, outer = whole
-    assert codes is not None
-    return Encoded(codes, scale, zero, outer, first.k)
+    return Encoded.of(whole, first.k)
 
 
 def decode(
@@ -106,11 +104,8 @@ def rows_of(format: Format, e: Encoded, rows: slice) -> Encoded:
     total, unit = e.codes.shape[0], format.tile_rows
     units = slice(rows.start // unit, -(-rows.stop // unit))
     # a row for each of the matrix, or for each block of rows, or one for all
-    codes, scale, zero, outer = (
-        t if t is None or t.shape[0] == 1 else t[rows if t.shape[0] == total else units] for t in e.tensors
-    )
-    assert codes is not None
-    return Encoded(codes, scale, zero, outer, e.k)
+    cut = (t if t is None or t.shape[0] == 1 else t[rows if t.shape[0] == total else units] for t in e.tensors)
+    return Encoded.of(cut, e.k)
 
 
 def _rows(rows: int, k: int, tile: int, unit: int) -> int | None:

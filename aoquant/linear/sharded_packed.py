@@ -152,10 +152,8 @@ def _kept(w: DTensor, keep: Sequence[bool]) -> Encoded:
         raw = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
         placed = DTensor.from_local(raw, mesh, have, run_check=False, shape=one.shape, stride=one.stride())
         gathered.append(placed.redistribute(placements=want).to_local().view(part.dtype))
-    codes, scale, zero, outer = gathered
-    assert codes is not None
     cut = any(kept and getattr(p, "dim", None) == 1 for p, kept in zip(w.placements, keep, strict=True))
-    return Encoded(codes, scale, zero, outer, packed.k if cut else k)
+    return Encoded.of(gathered, packed.k if cut else k)
 
 
 def _parts(e: Encoded, rows: int) -> tuple[Tensor | None, ...]:

@@ -78,6 +78,4 @@ def _stacked(parts: Sequence[Encoded]) -> Encoded:
         bytes_ = [t.view(torch.uint8) if t.element_size() == 1 else t for t in given]
         return torch.stack(bytes_).view(given[0].dtype)
 
-    codes, scale, zero, outer = (joined(column) for column in zip(*(e.tensors for e in parts), strict=True))
-    assert codes is not None
-    return Encoded(codes, scale, zero, outer, parts[0].k)
+    return Encoded.of((joined(column) for column in zip(*(e.tensors for e in parts), strict=True)), parts[0].k)

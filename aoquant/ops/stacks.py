@@ -163,9 +163,7 @@ def _join(parts: list[Encoded]) -> Encoded:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(e.tensors for e in parts), strict=True)
-    codes, scale, zero, outer = (_cat([t for t in column if t is not None]) for column in columns)
-    assert codes is not None
-    return Encoded(codes, scale, zero, outer, parts[0].k)
+    return Encoded.of((_cat([t for t in column if t is not None]) for column in columns), parts[0].k)
 
 
 def _cat(parts: list[Tensor]) -> Tensor | None:
