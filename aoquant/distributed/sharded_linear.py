@@ -135,9 +135,7 @@ def all_finite(w: Tensor) -> bool:
 
 
 def _finite(w: Tensor) -> Tensor:
-    """Return whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry
-    NaN and Inf.
-    """
+    """Return, as a scalar, whether all of `w` is finite; its extremes carry NaN and Inf, and need no copy of `w`."""
     if not w.numel():
         return w.new_ones((), dtype=torch.bool)
     least, most = torch.aminmax(w)
@@ -205,9 +203,7 @@ def _cut(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor
 
 
 def _cut_matrix(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], last: int) -> Tensor:
-    """The matrices (K / size, size, size) of a fitted transform, equal on all ranks, that belong to a shard's part of
-    K.
-    """
+    """The matrices of a fitted transform, equal on all ranks, that belong to a shard's part of K."""
     whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     like = [Shard(0) if _is_cut(p, last) else Replicate() for p in placements]
     return whole.redistribute(placements=like).to_local()
@@ -264,9 +260,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
 
 
 class _Zeros(torch.autograd.Function):
-    """Zeros for the bias of a rank whose partial sum is not the first; the gradient passes, since all ranks hold one
-    bias.
-    """
+    """Zeros for the bias of a rank whose partial sum is not the first; its gradient passes: all ranks hold one bias."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:

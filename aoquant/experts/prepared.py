@@ -13,7 +13,7 @@ packed scales in buffers, one expert after another, and multiply the packed code
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
@@ -57,7 +57,7 @@ class QATExperts(PreparedModule):
         there stays. scales: to hold, with experts in front (E, ...).
         """
         if not isinstance(module, QATExperts):
-            swap_class(module, prepared_class(layer_class(module)))
+            swap_class(module, prepared_class(layer_class(module)))  # type: ignore[arg-type]
             assert isinstance(module, cls)
             module.stacks, module.fake_quant = {}, True
         assert isinstance(module, cls)
@@ -153,7 +153,6 @@ class QATExperts(PreparedModule):
         return self._forward_whole(*routed)
 
     def _joins(self, name: str) -> bool:
-        """Return whether the experts of a prepared parameter are multiplied at once."""
         return why_not_at_once(self.stacks[name].recipe, getattr(self, name), self.is_transposed) is None
 
     @torch.compiler.disable
@@ -311,22 +310,17 @@ class QATReadExperts(QATExperts):
                 vars(self).pop(name, None)
 
 
-_classes: dict[type[nn.Module], type[QATExperts]] = {}
-
-
+@cache
 def prepared_class(plain: type[nn.Module]) -> type[QATExperts]:
     """The prepared class of a class of experts: one for each."""
-    if plain not in _classes:
-        reading, facts = reading_of(plain), {"plain": plain, "__module__": __name__}
-        if reading is not None:
-            facts["is_transposed"] = reading.transposed
-        base = QATExperts if reading is None else QATReadExperts
-        _classes[plain] = type(f"QAT{plain.__name__}", (base, plain), facts)
-    return _classes[plain]
+    reading, facts = reading_of(plain), {"plain": plain, "__module__": __name__}
+    if reading is not None:
+        facts["is_transposed"] = reading.transposed
+    return type(f"QAT{plain.__name__}", (QATExperts if reading is None else QATReadExperts, plain), facts)
 
 
 def _empty(plain: type[nn.Module]) -> QATExperts:
-    cls = prepared_class(plain)
+    cls = prepared_class(plain)  # type: ignore[arg-type]  # mypy: a class is hashable
     return cls.__new__(cls)
 
 

@@ -58,7 +58,6 @@ def _numbers_of_experts(module: nn.Module) -> set[int] | None:
 
 
 def _is_called_router(own: str, module: nn.Module, numbers: set[int]) -> bool:
-    """Return whether a module beside experts has a router's name or class."""
     names = own, type(module).__name__
     return any(map(_ROUTER.search, names)) or (any(map(_GATE.search, names)) and _has_rows(module, numbers))
 
@@ -68,7 +67,6 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _has_rows(module: nn.Module, numbers: set[int]) -> bool:
-    """Return whether a module has a matrix with a row for each expert."""
     return any(p.dim() == 2 and len(p) in numbers for p in module.parameters())
 
 

@@ -117,9 +117,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _sums_are_exact(s: Tensor, z: Tensor, wide: torch.dtype) -> Tensor:
-    """Return where q * s + z needs no rounding in `wide` for any |q| <= 8: its bits, from the last one of s and z to
-    the sum's first, fit.
-    """
+    """Return where q * s + z fits into `wide` for any |q| <= 8: from the last bit of s and z to the sum's first."""
     bits = 1 - int(math.log2(torch.finfo(s.dtype).eps))
     (_, e_s), (_, e_z) = torch.frexp(s.float()), torch.frexp(z.float())  # |s| < 2^e_s, a multiple of 2^(e_s - bits)
     first, last = torch.maximum(e_s + 3, e_z) + 1, torch.minimum(e_s, e_z) - bits

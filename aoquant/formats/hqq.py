@@ -81,9 +81,7 @@ def _start(x_RGB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _iterate(xs: Sequence[Tensor], inverse: Tensor, zero: Tensor) -> None:
-    """Move `zero`, in its place. xs: groups (n, group) of the rows after each other; inverse, zero: (all n, 1) in the
-    dtype of the iterations.
-    """
+    """Move `zero`, in its place. xs: groups (n, group) of rows after each other; inverse, zero: (all n, 1)."""
     sizes = [len(x) for x in xs]
     lost = inverse.new_empty(len(inverse), xs[0].shape[1])  # |w - v|
     beta, best = BETA, torch.full((), WORST_ERROR, dtype=inverse.dtype, device=inverse.device)

@@ -221,9 +221,7 @@ class Affine(OneScale):
         return scale, torch.zeros_like(scale, dtype=torch.int8)
 
     def _broadcast(self, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below
-        zero.
-        """
+        """Scale as it is stored, at least eps since a learned one may fall below zero, and zero point, (R, G, 1)."""
         assert scale is not None
         narrow = getattr(torch, self.stored) if self.stored else torch.float16 if self.wide else dtype
         stored = torch.float32 if self.scales == "float32" else narrow

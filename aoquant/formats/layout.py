@@ -78,9 +78,7 @@ _ONES = 0x0101010101010101
 
 
 def _gather_bits(eights: Tensor) -> Tensor:
-    """Eight bytes of 0 or 1, an int64 -> one byte, first value in the lowest bit: bits that are a byte apart close up,
-    by halves.
-    """
+    """Eight bytes of 0 or 1, an int64 -> one byte, first value lowest: bits a byte apart close up, by halves."""
     for gap in (7, 14, 28):
         eights = eights | (eights >> gap)
     return eights.to(torch.uint8)

@@ -71,9 +71,7 @@ class NVFP4Search(NVFP4):
 
 
 def _coded(x_RGB: Tensor, y_RGB: Tensor, byte_RG: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (R, G, 16) under the scales of these bytes, and their summed squared errors (R, G) in units of the outer
-    scale.
-    """
+    """Codes (R, G, 16) under these scales, and their summed squared errors (R, G) in units of the outer scale."""
     scale = byte_RG.view(FLOAT8["e4m3"]).float()
     codes = to_e2m1(x_RGB * (inverse / scale).unsqueeze(-1))
     lost = (from_e2m1(codes) * scale.unsqueeze(-1) - y_RGB).square()

@@ -164,9 +164,7 @@ def to_e4m3_stochastic(x: Tensor, random: Random) -> Tensor:
 
 
 def _round(t: Tensor, random: Random) -> Tensor:
-    """t >= 0 to an integer: up with the probability that its fraction states. Exact: fraction and uniform number are
-    compared as they are.
-    """
+    """t >= 0 to an integer, up with the probability that its fraction states: exactly, by one comparison."""
     down = t.floor()
     return down + (random.uniform(t) < t - down)
 

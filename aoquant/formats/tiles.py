@@ -46,9 +46,7 @@ def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
 
 
 def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, ...] | None) -> Encoded:
-    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of
-    what all have alike.
-    """
+    """Tiles of `rows` rows, each written into its place: codes are not there twice. shared: shape of what all have."""
     first = next(tiles)
     whole = [
         t if t is None or t.shape == shared else t.new_empty(-(-total * len(t) // rows), *t.shape[1:])

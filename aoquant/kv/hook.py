@@ -354,9 +354,7 @@ def _attention(
     function: Callable[..., Any], module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any = None, *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Call an attention function with queries quantised, where the config asks for it, and bytes decoded; or attend to
-    the bytes themselves.
-    """
+    """Call an attention function with quantised queries, if asked, and decoded bytes; or attend to the bytes."""
     quant = getattr(module, "kv_quant", None)
     if quant is not None and quant.config.query is not None:
         if quant.seen is not None:

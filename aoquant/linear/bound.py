@@ -126,9 +126,7 @@ class BoundWeight:
         return multiplier
 
     def _multiplier(self, m: int) -> Multiplier:
-        """Return what multiplies m rows: the backend's, with W bound to it, where it has one; else the general
-        forward.
-        """
+        """Return what multiplies m rows: the backend's product, with W bound to it, or else the general forward."""
         recipe, w, given = self._recipe, self._w, self._given
 
         def general(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -91,7 +91,6 @@ def _take_hooks_away(model: nn.Module) -> None:
 
 
 def _begin(module: nn.Module, args: Any) -> None:
-    """Begin to watch this forward."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return
     if (watch := _current()) is not None and watch.root() in (None, module):

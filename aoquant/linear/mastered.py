@@ -109,7 +109,6 @@ class MasterCodes:
         delattr(self.master, _CODES)
 
     def _delayed(self) -> Delayed:
-        """Return the layer's delayed scales of input, weight and gradient."""
         return Delayed(*(self._buffers[name] for name in DELAYED_STATE))  # type: ignore[arg-type]
 
     @torch.no_grad()

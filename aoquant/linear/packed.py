@@ -179,9 +179,7 @@ def _forget(module: nn.Module) -> None:
 
 
 def _is_ordinary(x: Tensor, dtype: torch.dtype | None, device: torch.device, k: int) -> bool:
-    """Return whether x is a plain tensor that a compiler may give to one operator: no subclass, no autocast, of the
-    layer's dtype, device and width.
-    """
+    """Return whether one operator takes x as it is: a plain tensor of the layer's dtype, device and width."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.dtype == dtype

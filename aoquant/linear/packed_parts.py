@@ -53,9 +53,7 @@ def check_parts(label: str, packed: Any, recipe: LinearRecipe) -> None:
 
 
 def _check_matrix(label: str, matrix: Any, recipe: LinearRecipe, k: int) -> None:
-    """Raise ValueError unless the matrices of a fitted transform are there where the recipe has one, (K / size, size,
-    size).
-    """
+    """Raise ValueError unless there are (K / size, size, size) matrices just where the transform is fitted."""
     size = recipe.transform.size if recipe.transform is not None and recipe.transform.fitted else 0
     wanted = (k // size, size, size) if size else None
     got = tuple(matrix.shape) if isinstance(matrix, Tensor) else matrix

@@ -149,7 +149,6 @@ class LinearRecipe:
         self.__init__(**{f.name: state[f.name] for f in dataclasses.fields(self) if f.init and f.name in state})  # type: ignore[misc]
 
     def _why_not(self) -> str | None:
-        """Return why this recipe cannot be; None when it can."""
         if self.contract not in ops.CONTRACTS:
             return f"no GEMM contract is called {self.contract!r}; choose one of {', '.join(ops.CONTRACTS)}"
         if self.straight_through not in STRAIGHT_THROUGH:
@@ -164,7 +163,6 @@ class LinearRecipe:
         )
 
     def _why_not_sources(self) -> str | None:
-        """Return why backward cannot start from what it should, or forward keep what it should; None when they can."""
         sources = self.weight_source, self.input_source
         if self.save not in law.SAVES or not set(sources) <= set(law.SOURCES):
             return f"sources are {' or '.join(law.SOURCES)} and save is one of {', '.join(law.SAVES)}, got {sources} and {self.save!r}"
@@ -178,7 +176,6 @@ class LinearRecipe:
         return None
 
     def _why_not_delayed(self) -> str | None:
-        """Return why scales cannot be delayed; None when they can, or are not."""
         if DELAYED not in (self.input_scales, self.weight_scales) and not self.history:
             return None
         if self.history < 1 or self.select not in delayed.SELECTS:
@@ -316,9 +313,7 @@ def _names(first: Operand | None, second: Operand | None) -> str:
 
 
 def _one_transform(x: Operand | None, w: Operand, given: Transform | None, contract: str) -> Transform | None:
-    """The one transform that the recipe or either operand has; operands with drawn ones are refused later, by their
-    name.
-    """
+    """Return the transform of recipe and operands. Random ones are refused later, by the operand's name."""
     if given is not None and given.drawn:
         raise ValueError(f"{given.name} rotates at random, and a deployed layer does not: it is for backward")
     own = None if x is None else x.transform

@@ -64,9 +64,7 @@ def _on_shard(
     w_scales: Scales | None,
     parts: Shards | None,
 ) -> Tensor:
-    """Return one rank's part of a layer under tensor parallelism. parts: None, as packed layers have an exact
-    backward.
-    """
+    """Return one rank's part of a layer. parts: not used, as packed layers have an exact backward."""
     assert isinstance(w, PackedTensor)
     return quantized_linear(x, w.encoded, bias, recipe, x_scales)
 
@@ -118,9 +116,7 @@ def gather(w: DTensor) -> Encoded:
 
 
 def _on_mesh(w: DTensor, mesh: DeviceMesh) -> DTensor:
-    """The weight on the mesh that the input is on, gathered over the other dimensions of its own (FSDP's, beside tensor
-    parallelism).
-    """
+    """The weight on the input's mesh, gathered over the other dimensions of its own, such as FSDP's."""
     if w.device_mesh == mesh:
         return w
     names, wanted = w.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()

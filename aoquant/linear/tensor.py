@@ -241,9 +241,7 @@ class PackedTensor(TorchAOBaseTensor):
         return self._like(PackedTensor, tensors, k, dtype)
 
     def _as_it_is(self) -> AbstractContextManager[object]:
-        """Under inference_mode a view of an ordinary tensor is an ordinary tensor, and torch insists on it for
-        subclasses.
-        """
+        """Leave inference_mode for a view of an ordinary tensor, which torch wants ordinary in subclasses."""
         view = torch.is_inference_mode_enabled() and not self.is_inference()
         return torch.inference_mode(False) if view else nullcontext()
 

@@ -33,9 +33,7 @@ def why_not() -> str | None:
 
 @cache
 def _load(library: Path) -> str | None:
-    """Load the library once; the reason when there is none, it is another version's, it does not load, or the CPU is
-    too old.
-    """
+    """Load the library once; the reason where there is none, it is another version's, or it cannot run here."""
     if not library.exists():
         return "aoquant was installed without its CPU kernels: pip install --no-build-isolation ., with torch and a C++ compiler"
     if sources.others(library):

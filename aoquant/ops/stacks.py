@@ -87,7 +87,6 @@ def why_turned(operand: Operand, k: int) -> str | None:
 
 
 def _where_it_lies(operand: Operand, w_EKN: Tensor) -> bool:
-    """Return whether a transposed stack is encoded without a turned copy."""
     experts, k, n = w_EKN.shape
     if why_turned(operand, k) is not None or not w_EKN.is_contiguous():
         return False
@@ -95,9 +94,7 @@ def _where_it_lies(operand: Operand, w_EKN: Tensor) -> bool:
 
 
 def _kernels_run(operand: Operand, device: torch.device, dtype: torch.dtype, rows: int, k: int) -> bool:
-    """Return whether the values of such a matrix come from kernels, and not from the reference: these give the same
-    bits, so a kernel for the whole stack stands in for them.
-    """
+    """Return whether kernels make the values of such a matrix: one for the whole stack then has the same bits."""
     found = routed(CodecRequest, "quantize", operand, device, dtype, rows, k, False, True)
     return found.name != "reference" and codec.has_triton(device)
 
@@ -140,9 +137,7 @@ def _one(operand: Operand, w_NK: Tensor, ask: Ask) -> Side:
 
 
 def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
-    """Return whether a kernel takes an outer scale for each expert: csrc's, which is faster for one matrix,
-    does not.
-    """
+    """Return whether a kernel takes an outer scale for each expert; csrc's, the faster for one matrix, does not."""
     if operand.transform is not None or not takes_stacks(operand.format):
         return False
     return _kernels_run(operand, w_RK.device, w_RK.dtype, *w_RK.shape)

@@ -67,9 +67,7 @@ def _run(c: Call) -> Tensor:
 
 
 def _multiply(format: Format, x: Encoded, w: Encoded, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """(M, N) in `out`: products of codes and block scales, summed in float32, plus bias, rounded once. torchao's own
-    calls.
-    """
+    """(M, N) in `out`: block products summed in float32, plus bias, rounded once, by torchao's own calls."""
     (a_MK, scale_a), (b_NK, scale_b) = _operand(x), _operand(w)
     if format.block == 16 or a_MK.dtype != _FLOAT4:
         return torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, bias=bias, out_dtype=out)

@@ -42,9 +42,7 @@ def accumulate(c: Call) -> Tensor:
 
 
 def _summed(x_MK: Tensor, format: Format, w: Encoded, dtype: torch.dtype, decode: Decode) -> Tensor:
-    """(M, N) float32 sum of products of a float32 x and of W, some rows of it at a time: all of a large W's values in
-    float32 would be twice what it was before it was packed.
-    """
+    """(M, N) float32 sums for a float32 x, some rows of W at a time: all of its values would be twice the float W."""
     n = w.codes.shape[0]
     blocks = tiles.blocks(n, 4 * w.k)
     if len(blocks) == 1:

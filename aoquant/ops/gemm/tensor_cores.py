@@ -44,9 +44,7 @@ def _why_not(r: Request) -> str | None:
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    """The modules of the GEMM and of the epilogue alone: an import statement in a function costs as much as what
-    follows it there.
-    """
+    """The GEMM's and the epilogue's modules, once: an import statement costs as much as what follows it."""
     from ..triton import epilogue, matmul
 
     return matmul, epilogue
@@ -73,9 +71,7 @@ def _multiply(x_MK: Tensor, alpha_x: Tensor | None, w_NK: Tensor, alpha_w: Tenso
 
 
 def _bind(r: Request, w: Encoded) -> Multiply | None:
-    """x (M, K) -> y (M, N) with W decoded anew in each call, by csrc where it can: a launch of Triton's takes the host
-    as long as the GEMM of a small layer takes the GPU.
-    """
+    """x (M, K) -> y (M, N), decoding W in each call, by csrc where it can: its launch costs the host less."""
     if r.contract != "aoquant":
         return None
     f, n = r.w_format, w.codes.shape[0]
@@ -104,9 +100,7 @@ def _blocks(f: Format, w: Encoded, dtype: torch.dtype, decoder: Callable[[Encode
 def _multiplied(
     x_MK: Tensor, n: int, blocks: Blocks, alpha_x: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """y (M, N) of W (N, K) in blocks of at most 64 MB, so that no more of W's values are there at once. A prepared
-    layer, whose W is whole, multiplies the same blocks.
-    """
+    """y (M, N) of W in blocks of at most 64 MB, so that no more of its values are there; a whole W has the same."""
     if len(blocks) == 1:
         return _block(x_MK, blocks[0][1](), n, alpha_x, alpha_w, bias)
     y_MN = x_MK.new_empty(x_MK.shape[0], n)

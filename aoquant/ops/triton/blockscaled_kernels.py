@@ -214,9 +214,7 @@ def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
     ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the scale; one a row (OUTER_STRIDE 1), or one in all (0). POST
-    multiplies it last.
-    """
+    """OUTER: whether there is an outer scale, one a row (OUTER_STRIDE 1) or one in all (0). POST comes last."""
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])

@@ -92,9 +92,7 @@ def _mix(
     x_ptr, bits_ptr, y_ptr, rows, k, n_groups,
     FACTOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, G: tl.constexpr, T: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """BEFORE, AFTER: masks of the signs that go before and after the mixing. bits_ptr: what counts as zero, or None.
-    ACROSS: the memory of x is that of its transpose, (k, rows); a tile has the same block of neighbouring rows.
-    """
+    """BEFORE, AFTER: masks of signs. bits_ptr: what counts as zero. ACROSS: x lies in memory as (k, rows)."""
     tile = tl.program_id(0).to(tl.int64)
     if ACROSS:
         wide = tl.cdiv(rows, T)

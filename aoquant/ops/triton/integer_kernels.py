@@ -75,9 +75,7 @@ def _encode(
     CODES: tl.constexpr, VALUES: tl.constexpr, CENTRED: tl.constexpr, FUSED: tl.constexpr, DTYPE: tl.constexpr,
     NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """VLLM: what multiplies x, "127 / amax" or "1 / scale", or "". CENTRED: values are q - zero, without the scale (the
-    operand of formats with a scale per row or tensor).
-    """
+    """VLLM: what multiplies x, "127 / amax", "1 / scale" or "". CENTRED: values are q - zero, without the scale."""
     i = tl.program_id(0)
     index = tl.cast(i, tl.int64) * NB + tl.arange(0, NB)
     column = tl.arange(0, B)[None, :]

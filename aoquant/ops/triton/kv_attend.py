@@ -56,9 +56,7 @@ def _e4m3(bytes: int) -> tl.constexpr:
 
 
 def _int4(shift: int, mask: int) -> tl.constexpr:
-    """Return PTX that keeps one nibble of each 16-bit word: as a subnormal float16 it is code * UNIT from the lowest
-    four bits, and 16 times as much from the next four.
-    """
+    """Return PTX that keeps a nibble of each 16-bit word: a subnormal float16, code * UNIT, or 16 times that."""
     return tl.constexpr(f"{{.reg .b32 t; shr.u32 t, $1, {shift}; and.b32 $0, t, 0x{mask:04x}{mask:04x};}}")
 
 
@@ -76,9 +74,7 @@ def _unpacked(words, PTX: tl.constexpr):
 
 @triton.jit
 def _values(words, KIND: tl.constexpr, INDEX: tl.constexpr):
-    """Unpack value INDEX of uint16 words: the float16 numbers that codes stand for, without their scale. int4's are
-    multiplied by UNIT, or by 16 UNIT for an odd INDEX.
-    """
+    """Unpack value INDEX of uint16 words as float16, without scale; int4 times UNIT, or 16 UNIT for an odd INDEX."""
     if KIND == "int4-token-head":
         if INDEX < 2:
             return _unpacked(words, INT4_0 if INDEX == 0 else INT4_1)

@@ -67,9 +67,7 @@ def _largest(
     x_ptr, rows_ptr, columns_ptr, m, n, strips,
     SIGNS: tl.constexpr, PLACE: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Each program's largest magnitude, as bits: of x, if there is a rows_ptr, and of its transformed columns, whose
-    rounding keeps order, so that the largest alone is rounded.
-    """
+    """Each program's largest magnitude, as bits: of x, if there is a rows_ptr, and of its transformed columns."""
     of_x, of_y = tl.zeros([T, 1], tl.float32), tl.zeros([T, 1], tl.float32)
     for i in range(tl.program_id(0), strips, tl.num_programs(0)):
         x, _, _ = strip(x_ptr, i, m, n, n, PLACE, TALL, T, R)
