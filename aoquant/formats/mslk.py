@@ -50,7 +50,6 @@ class Float8Mslk(Float8):
     """e4m3 with a float32 scale per row, made as MSLK's `quantize_fp8_row` makes it."""
 
     name = "fp8-row-mslk"
-
     row_floor = ROW_FLOOR
 
     def measure(self, x_RK: Tensor) -> Scales:

@@ -90,7 +90,6 @@ class NVFP4PowerOfTwo(NVFP4):
     """
 
     name = "nvfp4-pow2"
-
     power_of_two = True
 
     def fix(self, *numbers: float) -> Format:

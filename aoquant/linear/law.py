@@ -26,8 +26,6 @@ the same codes, transposed, forward's own are kept. save="hp" keeps values alone
 
 from __future__ import annotations
 
-import torch
-
 from aoquant.formats import Operand
 from aoquant.formats.operand import DELAYED
 from aoquant.ops import BackwardGemm
@@ -128,7 +126,7 @@ def wgrad(save: str, source: str, forward: Operand | None, grad: Operand | None,
         return BackwardGemm(*gemm, None, "square" if same else "columns")
     if save == "hp":
         return BackwardGemm(*gemm, forward, "values")
-    smaller = x is not None and not x.draws and _bits(x) < _bits(forward)
+    smaller = x is not None and not x.draws and x.bits_per_weight(512, 512) < forward.bits_per_weight(512, 512)
     return BackwardGemm(*gemm, forward, "columns" if smaller else "rows")
 
 
@@ -137,9 +135,3 @@ def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
     if forward is None or backward is None or forward.scales not in ("dynamic", DELAYED):
         return False
     return forward.shares_codes(backward)
-
-
-def _bits(operand: Operand) -> float:
-    """Stored bits of a value, in a matrix of many blocks."""
-    e = operand.planned(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
-    return 8 * sum(t.numel() * t.element_size() for t in e.tensors if t is not None) / 512**2

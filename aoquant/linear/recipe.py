@@ -98,6 +98,8 @@ class LinearRecipe:
         select: str = "max",
         margin: int = 0,
     ) -> None:
+        values = dict(locals())  # the arguments by name
+        del values["self"]
         x, w = None if fprop_input is None else as_operand(fprop_input), as_operand(fprop_weight)
         if history and {input_scales or "dynamic", weight_scales or "dynamic"} <= {"dynamic", DELAYED}:
             input_scales = weight_scales = DELAYED
@@ -112,22 +114,13 @@ class LinearRecipe:
                     f"{transform} with static or learned scales would be calibrated twice, scales after the transform: use dynamic scales, "
                     "or a Hadamard transform"
                 )
-        backward = dgrad_grad_output, dgrad_weight, wgrad_grad_output, wgrad_input
-        values = {
+        values |= {
             "fprop_input": x and dataclasses.replace(x, scales=input_scales),
             "fprop_weight": dataclasses.replace(w, scales=weight_scales),
-            "contract": contract,
-            "straight_through": straight_through,
             "input_scales": input_scales,
             "weight_scales": weight_scales,
             "transform": transform,
-            "weight_source": weight_source,
-            "input_source": input_source,
-            "save": save,
-            "history": history,
-            "select": select,
-            "margin": margin,
-            **{slot: f if f is None else as_operand(f) for slot, f in zip(BACKWARD, backward, strict=True)},
+            **{slot: values[slot] and as_operand(values[slot]) for slot in BACKWARD},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
