@@ -59,6 +59,11 @@ def first(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in (*lines[:SHOWN], *more))
 
 
+def some(names: Sequence[str], count: int = 3) -> str:
+    """Return the first names and how many more there are, on one line."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
 def track(items: Iterable[T], label: str, unit: str = "layer") -> Iterator[T]:
     """Iterate over `items` behind a bar called `label`."""
     try:

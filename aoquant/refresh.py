@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant._messages import check_model
+from aoquant._messages import check_model, some
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded
@@ -82,13 +82,9 @@ def _check_all(packed: nn.Module, targets: dict[str, PackedTensor]) -> None:
     if left := [name for name, p in weights if isinstance(p, PackedTensor) and id(p) not in renewed]:
         names = [name.removesuffix(".weight") for name in left]
         raise ValueError(
-            f"refresh_: {len(names)} converted layer(s) have no prepared one and would stay as they are: {_some(names)}: "
+            f"refresh_: {len(names)} converted layer(s) have no prepared one and would stay as they are: {some(names, 5)}: "
             "convert a copy of this model"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _at(owner: str, name: str) -> str:
@@ -154,7 +150,7 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
     given |= {n for n, _ in prepared.named_buffers(remove_duplicate=False)}
     if lost := [n for n, t in mine.items() if n not in given and not isinstance(t, PackedTensor)]:
         raise ValueError(
-            f"refresh_: the model in training has no {_some(lost)}, and the converted one would keep its own: convert a copy of this model"
+            f"refresh_: the model in training has no {some(lost, 5)}, and the converted one would keep its own: convert a copy of this model"
         )
     pairs = []
     for name, theirs in (*prepared.named_parameters(), *prepared.named_buffers()):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from aoquant._messages import bar
+from aoquant._messages import bar, some
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.files import checkpoint, checksums
 from aoquant.files.safetensors_file import StoredTensor, header, read_json
@@ -108,7 +108,7 @@ class Filling:
         self._compute()
         if left := [n for n, p in model.named_parameters() if p.is_meta]:
             raise ValueError(
-                f"{self.folder}: does not hold {checkpoint.some(left)} of {type(model).__name__}: load it with transformers"
+                f"{self.folder}: does not hold {some(left)} of {type(model).__name__}: load it with transformers"
             )
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import AoquantWarning, some
 from aoquant.export.targets import Stored
-from aoquant.files.checkpoint import some
 from aoquant.planning.fused import siblings
 
 _OUTER = "outer scale"

@@ -21,6 +21,7 @@ from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_s
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
+from aoquant._messages import some
 from aoquant.distributed import fsdp
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.routers import routers_of
@@ -140,7 +141,7 @@ def _of_checkpoint(folder: Path) -> Source:
     names = [n for n in described if n not in tied and n not in no_weights]
     if wrong := sorted(_kept(stock, tied).keys() ^ set(names)):
         raise ValueError(
-            f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "
+            f"{folder}: its tensors and {type(model).__name__}'s differ in {some(wrong)}: load it with aoquant.load_pretrained "
             "and export the model"
         )
     parts = {n: _parts(n, described[n]) for n in names}
@@ -214,7 +215,7 @@ def _check_fits(model: PreTrainedModel, stock: PreTrainedModel, stored: Mapping[
             wrong.append(name)
     if wrong:
         raise ValueError(
-            f"{type(model).__name__}: its tensors are not those that its config describes, and no engine would find {checkpoint.some(wrong)}: "
+            f"{type(model).__name__}: its tensors are not those that its config describes, and no engine would find {some(wrong)}: "
             "merge adapters, tie or untie weights as the config says, and undo other changes of its modules"
         )
 

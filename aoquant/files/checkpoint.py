@@ -21,6 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao, object_from_dict
 
+from aoquant._messages import some
 from aoquant.files import checksums
 from aoquant.files.atomic import POINTER
 from aoquant.files.safetensors_file import MALFORMED, StoredTensor, header, read_json
@@ -149,11 +150,6 @@ def check_shard_size(size: int | str) -> None:
     """
     if str(size).strip().startswith("-") or not re.search("[1-9]", str(size)):
         raise ValueError(f"max_shard_size is a size above 0, in bytes or like '5GB', got {size!r}")
-
-
-def some(names: list[str]) -> str:
-    """Return a few names and how many more, for messages."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_config(directory: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from aoquant._messages import some
 from aoquant.export.source import class_of
 from aoquant.files import checkpoint, checksums
 from aoquant.files.safetensors_file import StoredTensor, read_json, reading
@@ -242,9 +243,7 @@ def _check_keys(
     known = {*sources, *(n for name in sources for n in tied.get(name, ()))}
     missing = sorted(name for name, found in sources.items() if found is None)
     strange = sorted(n for n in stored if n not in known and not any(p.search(n) for p in ignored))
-    problems = [
-        f"{checkpoint.some(names)} {what}" for names, what in ((missing, "missing"), (strange, "unexpected")) if names
-    ]
+    problems = [f"{some(names)} {what}" for names, what in ((missing, "missing"), (strange, "unexpected")) if names]
     if problems:
         raise ValueError(
             f"{source}: does not hold the weights of {type(model).__name__} under their names: "

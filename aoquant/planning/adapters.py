@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -19,17 +19,7 @@ from aoquant.planning.changes import Change
 Taken = dict[int, list[Any]]  # by the id of a layer: the adapters on it, from the outermost
 
 
-class Support(Protocol):
-    """What the integration of a library of adapters does."""
-
-    def why_not(self, model: nn.Module, change: Change, on: list[Any]) -> str | None:
-        """Return why a layer cannot be prepared beneath the adapters `on` it, and what to do; None when it can."""
-
-    def adopt(self, model: nn.Module, adapted: Iterable[list[Any]]) -> None:
-        """Make adapters, layer by layer, what they are when they are added to a prepared model."""
-
-
-supports: list[Support] = []  # one, once its library is imported
+supports: list[Any] = []  # `integrations/peft_first.py`, once peft is imported
 
 
 def is_adapter(module: Any) -> bool:
@@ -43,30 +33,23 @@ def taken_off(model: nn.Module, *, prepares: bool) -> Iterator[Taken]:
 
     prepares: whether each layer is to be prepared; other steps find the adapters in their places.
     """
-    places: list[tuple[nn.Module, str, Any]] = [
-        (parent, name, child)
+    places: list[tuple[nn.Module, str, list[Any]]] = [
+        (parent, name, [child])
         for parent in model.modules()
         if prepares and supports and not is_adapter(parent)
         for name, child in parent._modules.items()
         if is_adapter(child)
     ]
-    stacks = [_adapters_from(child) for _, _, child in places]
-    layers = [on[-1].base_layer for on in stacks]
-    taken = {id(layer): on for layer, on in zip(layers, stacks, strict=True)}
+    for _, _, on in places:
+        while is_adapter(on[-1].base_layer):
+            on.append(on[-1].base_layer)
     try:
-        for layer, (parent, name, _) in zip(layers, places, strict=True):
-            parent._modules[name] = layer
-        yield taken
+        for parent, name, on in places:
+            parent._modules[name] = on[-1].base_layer
+        yield {id(on[-1].base_layer): on for _, _, on in places}
     finally:
-        for parent, name, child in places:
-            parent._modules[name] = child
-
-
-def _adapters_from(outermost: Any) -> list[Any]:
-    on = [outermost]
-    while is_adapter(on[-1].base_layer):
-        on.append(on[-1].base_layer)
-    return on
+        for parent, name, on in places:
+            parent._modules[name] = on[0]
 
 
 def problems(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[Any]]) -> list[str]:
@@ -76,14 +59,9 @@ def problems(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, li
     found = []
     for c in changes:
         on = taken.get(id(c.module))
-        reason = adapter_problem(model, c.module, c.fqn, c.step) if on is None else _why_not(model, c, on)
-        if reason is not None:
-            found.append(f"{c.fqn}: {reason}")
+        why = adapter_problem(model, c.module, c.fqn, c.step) if on is None else supports[0].why_not(model, c, on)
+        found += [f"{c.fqn}: {why}"] if why else []
     return found
-
-
-def _why_not(model: nn.Module, change: Change, on: list[Any]) -> str | None:
-    return next((reason for s in supports if (reason := s.why_not(model, change, on))), None)
 
 
 def adopt(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[Any]]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import AoquantWarning, listed, some
 from aoquant.config import QATConfig, by_layer
 from aoquant.kv import KVCacheConfig, hook
 from aoquant.kv.cache_config import ALL_CACHES
@@ -108,7 +108,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     if asked and not (found.prepared or found.quantised or found.converted):
         raise ValueError(
             f"no KV cache to quantise: the {type(model).__name__} has no attention module, with a cache among the arguments of its "
-            f"forward, that the config names; there are: {listed_names(modules)}"
+            f"forward, that the config names; there are: {some([*modules], 4) or 'none'}"
         )
     _check(model, found, skip_incompatible)
     return found
@@ -128,11 +128,11 @@ def _check_names(model: nn.Module, modules: dict[str, nn.Module], config: Any, *
         if asks and (other := next(named, None)):
             raise ValueError(
                 f"{key!r} gives a KV cache to {other[0]}, a {type(other[1]).__name__}, which writes none: name attention "
-                f"modules; there are: {listed_names(modules)}"
+                f"modules; there are: {some([*modules], 4) or 'none'}"
             )
         if alone or asks:
             warnings.warn(
-                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {listed_names(modules)}",
+                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {some([*modules], 4) or 'none'}",
                 AoquantWarning,
                 stacklevel=4,
             )
@@ -141,12 +141,6 @@ def _check_names(model: nn.Module, modules: dict[str, nn.Module], config: Any, *
 def _asks(config: Any) -> bool:
     """Return whether a config quantises KV caches."""
     return isinstance(config, KVCacheConfig) or getattr(config, "kv_cache", None) is not None
-
-
-def listed_names(modules: Collection[str], count: int = 4) -> str:
-    """Return the first names for a message, and how many follow."""
-    more = f" and {len(modules) - count} more" if len(modules) > count else ""
-    return f"{', '.join(list(modules)[:count])}{more}" or "none"
 
 
 def _by_name(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import AoquantWarning, some
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
@@ -279,10 +279,9 @@ def _unsupported_experts(model: nn.Module, key: str, module: nn.Module) -> str:
     alike = [(fqn, m) for fqn, m in model.named_modules() if type(m) is type(module)]
     found = {_join(fqn, n): p for fqn, m in alike for n, p in m._parameters.items() if p is not None and p.dim() > 1}
     share = sum(p.numel() for p in found.values()) / sum(p.numel() for p in model.parameters())
-    names = [f"{name} {tuple(p.shape)}" for name, p in found.items()]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    names = some([f"{name} {tuple(p.shape)}" for name, p in found.items()])
     return (
-        f"{key!r} names the parameter {', '.join(names[:3])}{more}, {share:.1%} of the model, which aoquant cannot quantise: "
+        f"{key!r} names the parameter {names}, {share:.1%} of the model, which aoquant cannot quantise: "
         f"{why_unsupported(module)}. Leave the key out, or give it None, which leaves them in high precision"
     )
 
@@ -327,10 +326,9 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
         return _unprepared(model)
     if _for_experts_alone(keys) and (experts := experts_of(model)):
         names = [_join(fqn, parameter) for fqn, module in experts.items() for parameter in stacks_of(module)]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         return (
             f"nothing to quantise: no stacked experts of {type(model).__name__} have the name {', '.join(keys)}: they are "
-            f"{', '.join(names[:4])}{more}. Name these or their modules; a single expert cannot be named"
+            f"{some(names, 4)}. Name these or their modules; a single expert cannot be named"
         )
     if _for_experts_alone(keys):
         return (

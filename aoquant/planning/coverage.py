@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aoquant._messages import check_model
+from aoquant._messages import check_model, some
 from aoquant.experts.families import stacks_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.experts.routers import router_modules
@@ -37,6 +37,7 @@ from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, is_packed, kind_of, why_no_kind
 from aoquant.linear.prepared import QATLayer
 from aoquant.linear.tensor import PackedTensor
+from aoquant.planning.adapters import is_adapter
 from aoquant.planning.choose import Choice
 from aoquant.planning.heads import heads
 from aoquant.planning.sizes import stored_bytes
@@ -243,8 +244,7 @@ def listed(weights: Collection[Weight], count: int = 5) -> str:
     said = []
     for about in dict.fromkeys(w.about for w in weights):
         names = [f"{names} {shape}" for names, shape, _ in _grouped(w for w in weights if w.about == about)]
-        more = f" and {len(names) - count} more" if len(names) > count else ""
-        said.append(f"{', '.join(names[:count])}{more}: {about}")
+        said.append(f"{some(names, count)}: {about}")
     return "; ".join(said)
 
 
@@ -341,7 +341,6 @@ def _is_adapter(model: nn.Module, fqn: str) -> bool:
     """Return whether a module is part of an adapter: beneath a tuner layer of peft's, beside its base_layer."""
     parts = fqn.split(".")
     for i in range(len(parts)):
-        parent = model.get_submodule(".".join(parts[:i]))
-        if hasattr(parent, "base_layer") and hasattr(parent, "merged"):
+        if is_adapter(model.get_submodule(".".join(parts[:i]))):
             return parts[i] != "base_layer"
     return False

@@ -35,31 +35,24 @@ def siblings(names: Iterable[str], modules: Mapping[str, nn.Module] | None = Non
     """
     ordered = list(names)
     known, groups = set(ordered), list[set[str]]()
-    for group in (*_named_alike(ordered), *_given(modules or {})):
+    alike = [
+        [name.removesuffix(group[0]) + own for own in group]
+        for name in ordered
+        for group in FUSED
+        if name.rpartition(".")[2] == group[0]
+    ]
+    given = [
+        [f"{owner}.{name}" if owner else name for name in group]
+        for owner, module in (modules or {}).items()
+        for group in vars(module).get(GIVEN, ())
+    ]
+    for group in (*alike, *given):
         joined = known.intersection(group)
         for other in [g for g in groups if not g.isdisjoint(joined)]:
             joined |= other
             groups.remove(other)
         groups.append(joined)
     return [[name for name in ordered if name in group] for group in groups if len(group) > 1]
-
-
-def _named_alike(names: list[str]) -> list[list[str]]:
-    """Names that stand in `FUSED`, for every module that has the first of them."""
-    found = []
-    for name in names:
-        parent, dot, own = name.rpartition(".")
-        found += [[f"{parent}{dot}{s}" for s in group] for group in FUSED if own == group[0]]
-    return found
-
-
-def _given(modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The groups that modules remember, by full names."""
-    found = []
-    for owner, module in modules.items():
-        for group in vars(module).get(GIVEN, ()):
-            found.append([f"{owner}.{name}" if owner else name for name in group])
-    return found
 
 
 @torch.no_grad()

@@ -128,11 +128,11 @@ def _checked(model: nn.Module, chosen: list[Chosen]) -> tuple[list[Change], dict
 def _left_out(changes: list[Change], refused: dict[str, str], choice: Choice) -> dict[str, str]:
     """The layers to leave out, with the reasons: those that are refused, and those that share a weight with one."""
     weights = {sharing.identity(c.weight): c.fqn for c in choice.layers if c.fqn in refused}
-    sharers = {c.fqn: weights[w] for c in changes if (w := sharing.identity(c.module.weight)) in weights}
-    shared = {
-        fqn: f"{fqn}: shares its weight with {other}, which cannot take its config" for fqn, other in sharers.items()
+    return refused | {
+        c.fqn: f"{c.fqn}: shares its weight with {weights[w]}, which cannot take its config"
+        for c in changes
+        if (w := sharing.identity(c.module.weight)) in weights
     }
-    return refused | shared
 
 
 def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
@@ -199,14 +199,9 @@ def _change(chosen: Chosen, *, has_gemm: bool = False, dtype: torch.dtype | None
     else:
         target = _deployed(prepared, config)
     change = Change(chosen.fqn, module, config, chosen.parameter, step=step, target=target, dtype=seen, layer=layer)
-    _refuse(_why_not(change, has_gemm, dtype) if layer else stack_changes.why_not(chosen, step, target))
-    return change
-
-
-def _refuse(reason: str | None) -> None:
-    """Raise ValueError if there is a reason."""
-    if reason is not None:
+    if reason := _why_not(change, has_gemm, dtype) if layer else stack_changes.why_not(chosen, step, target):
         raise ValueError(reason)
+    return change
 
 
 def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: torch.dtype) -> Target:

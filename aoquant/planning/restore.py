@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,45 +11,22 @@ from torch import nn
 from aoquant.experts.prepared import QATExperts
 
 
-@dataclass(frozen=True)
-class _Before:
-    """A module's class, and what its dictionaries held; stacks: of prepared experts."""
-
-    module: nn.Module
-    cls: type[nn.Module]
-    attributes: dict[str, Any]
-    parameters: dict[str, Any]
-    buffers: dict[str, Any]
-    stacks: dict[str, Any] | None
-
-    @classmethod
-    def of(cls, m: nn.Module) -> _Before:
-        stacks = dict(m.stacks) if isinstance(m, QATExperts) else None
-        return cls(m, m.__class__, dict(vars(m)), dict(m._parameters), dict(m._buffers), stacks)
-
-    def restore(self) -> None:
-        m = self.module
-        m.__class__ = self.cls
-        _refill(m.__dict__, self.attributes)
-        _refill(m._parameters, self.parameters)
-        _refill(m._buffers, self.buffers)
-        if self.stacks is not None:
-            assert isinstance(m, QATExperts)
-            _refill(m.stacks, self.stacks)
-
-
-def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
-    held.clear()
-    held.update(before)
-
-
 @contextmanager
 def restoring(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put `modules` back, the objects that they are, when the block raises anything, an interrupt too."""
-    before = [_Before.of(m) for m in modules]
+    before = [(m, m.__class__, [(held, dict(held)) for held in _held_by(m)]) for m in modules]
     try:
         yield
     except BaseException:
-        for b in before:
-            b.restore()
+        for module, cls, dictionaries in before:
+            module.__class__ = cls
+            for held, was in dictionaries:
+                held.clear()
+                held.update(was)
         raise
+
+
+def _held_by(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries that a change writes to."""
+    stacks = [module.stacks] if isinstance(module, QATExperts) else []
+    return [module.__dict__, module._parameters, module._buffers, *stacks]

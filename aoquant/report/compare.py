@@ -23,6 +23,7 @@ from aoquant.linear.prepared import QATLayer
 from aoquant.linear.tensor import PackedTensor
 from aoquant.ops import gemm_request
 from aoquant.ops.router import route
+from aoquant.planning.adapters import is_adapter
 from aoquant.report.measure import (
     decibels,
     energies,
@@ -105,9 +106,10 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
         ValueError: there is none, nor a quantised KV cache, or the models do not match.
     """
     for side, model, other in (("a", a, b), ("b", b, a)):
-        if _unmerged(model) and not any(_is_adapted(m) for m in other.modules()):
+        unmerged = [fqn for fqn, m in model.named_modules() if is_adapter(m) and not m.merged]
+        if unmerged and not any(map(is_adapter, other.modules())):
             raise ValueError(
-                f"model_{side} has adapters that are not merged ({_unmerged(model)}), and the other model has none: call merge_and_unload() "
+                f"model_{side} has adapters that are not merged ({unmerged[0]}), and the other model has none: call merge_and_unload() "
                 "first, and compare what it returns"
             )
     in_a, in_b = (dict(m.named_modules(remove_duplicate=False)) for m in (a, b))
@@ -131,16 +133,6 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
     if not pairs and not any(map(hook.quantised, (a, b))):
         raise ValueError("no layer of either model is prepared or quantised: call quantize_ on one of them")
     return list(pairs.values())
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a tuner layer of peft's."""
-    return hasattr(module, "base_layer") and hasattr(module, "merged")
-
-
-def _unmerged(model: nn.Module) -> str:
-    """Return the name of the first adapter that is not merged, or an empty string."""
-    return next((fqn for fqn, m in model.named_modules() if _is_adapted(m) and not m.merged), "")
 
 
 def compare(
