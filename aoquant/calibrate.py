@@ -9,7 +9,6 @@ own `measure` makes the scale. A layer with a fitted transform adds up the Gram 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from aoquant.linear import held
 from aoquant.linear.checks import cast, check_width
 from aoquant.linear.prepared import PreparedModule, QATLinear
 from aoquant.planning.fused import share_outer_scales
-from aoquant.report.measure import run, undisturbed
+from aoquant.report.measure import having, hooked, run, undisturbed
 from aoquant.transforms import wush
 
 SHARDED = "it is sharded, and held weight scales and transforms are made of whole weights: calibrate first, then shard"
@@ -69,7 +68,9 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
     _refuse({fqn: SHARDED for fqn, m in layers.items() if _is_sharded(m)})
     seen: dict[str, Range | Gram] = {fqn: s for fqn, m in layers.items() if (s := _observer(m)) is not None}
     if seen or caches:
-        with undisturbed(model), _plain(model), _observed(layers, seen), hook.observing(caches.values()):
+        prepared = [m for m in model.modules() if isinstance(m, PreparedModule)]
+        watched = hooked(_observed(layers, seen))
+        with undisturbed(model), having(prepared, "fake_quant", False), watched, hook.observing(caches.values()):
             if callable(forward_loop):
                 forward_loop(model)
             else:
@@ -168,21 +169,9 @@ def _observer(layer: QATLinear) -> Range | Gram | None:
     return Range(recipe.fprop_input)
 
 
-@contextmanager
-def _plain(model: nn.Module) -> Iterator[None]:
-    """No fake quantisation inside; every layer's switch as it was afterwards."""
-    switches = [(m, m.fake_quant) for m in model.modules() if isinstance(m, PreparedModule)]
-    try:
-        for layer, _ in switches:
-            layer.fake_quant = False
-        yield
-    finally:
-        for layer, before in switches:
-            layer.fake_quant = before
+def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> Iterator[Any]:
+    """Register hooks that show layers' inputs to their observers."""
 
-
-@contextmanager
-def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> Iterator[None]:
     def watch(fqn: str, observer: Range | Gram) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             x = next(iter((*args, *kwargs.values())))
@@ -194,12 +183,7 @@ def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> It
 
         return hook
 
-    hooks = [layers[fqn].register_forward_pre_hook(watch(fqn, s), with_kwargs=True) for fqn, s in seen.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return (layers[fqn].register_forward_pre_hook(watch(fqn, s), with_kwargs=True) for fqn, s in seen.items())
 
 
 def _reduce(ranges: list[Range]) -> None:

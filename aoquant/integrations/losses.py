@@ -10,8 +10,7 @@ the KL divergence of a chunk, and liger-kernel, where it is installed, the cross
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from aoquant.ops.codec import has_triton
 from aoquant.ops.codec.triton_kernels import imported
+from aoquant.report.measure import with_forward
 
 CHUNK_BYTES = 1 << 29  # of one chunk's logits in float32: 512 tokens of a vocabulary of 262 144
 CHUNK_SHARE = 32  # of a large GPU's memory, this part instead: each chunk costs a pass over the head's gradient
@@ -40,33 +40,17 @@ def hidden_states(model: Any, **inputs: Any) -> Tensor:
         found.append(output[0])
         return type(output)(last_hidden_state=output[0][:, :1])
 
-    hook = model.base_model.register_forward_hook(first_position)
-    try:
+    with model.base_model.register_forward_hook(first_position):
         model(**{**inputs, "use_cache": False})
-    finally:
-        hook.remove()
     return found[-1]
 
 
 def logits_of(model: Any, hidden_ND: Tensor) -> Tensor:
     """Return the logits (N, V) that `model` computes from last hidden states: its forward behind the base model."""
-    with _forward_of(model.base_model, lambda *_, **__: _Hidden(last_hidden_state=hidden_ND[None])):
+    with with_forward([model.base_model], lambda *_, **__: _Hidden(last_hidden_state=hidden_ND[None])):
         ids = torch.zeros((1, len(hidden_ND)), dtype=torch.long, device=hidden_ND.device)
         logits: Tensor = model.forward(input_ids=ids, use_cache=False).logits
     return logits[0]
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give the module another forward."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 class _Hidden(BaseModelOutput):
@@ -111,7 +95,7 @@ def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | No
     def of_chunk(part_ND: Tensor, at: slice, total_VD: Tensor | None) -> Tensor:
         if total_VD is None:
             return loss_of(logits_of(model, part_ND), at)
-        with _forward_of(head, lambda x: _Head.apply(x, weight, total_VD)):  # type: ignore[no-untyped-call]
+        with with_forward([head], lambda x: _Head.apply(x, weight, total_VD)):  # type: ignore[no-untyped-call]
             return loss_of(logits_of(model, part_ND), at)
 
     place = list(chosen).index(id(weight)) if id(weight) in chosen else None

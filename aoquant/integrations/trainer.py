@@ -27,7 +27,7 @@ from aoquant.experts.prepared import QATExperts
 from aoquant.linear.learned_scales import learned_scales, not_positive
 from aoquant.linear.prepared import PreparedModule, QATLayer
 from aoquant.linear.switches import set_fake_quant
-from aoquant.report.measure import logits_of, run, sqnr, undisturbed
+from aoquant.report.measure import having, logits_of, run, sqnr, undisturbed
 from aoquant.report.routing import changed_share, drift, routes
 
 if TYPE_CHECKING:
@@ -122,17 +122,13 @@ class QATCallback(TrainerCallback):
 
     def _on_batch(self, model: nn.Module) -> dict[str, float]:
         """The fake-quantised model against the same model in high precision: SQNR of outputs, and router drift."""
-        modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, PreparedModule)]
+        prepared = [m for m in model.modules() if isinstance(m, PreparedModule)]
         outputs, chosen = [], []
-        try:
-            with undisturbed(model):
-                for enabled in (False, True):
-                    set_fake_quant(model, enabled)
-                    outputs.append(logits_of(run(model, self.batch)))
-                    chosen += [routes(model, self.batch)] if self.router_drift else []
-        finally:
-            for layer, mode in modes:
-                layer.fake_quant = mode
+        with undisturbed(model), having(prepared, "fake_quant", True):
+            for enabled in (False, True):
+                set_fake_quant(model, enabled)
+                outputs.append(logits_of(run(model, self.batch)))
+                chosen += [routes(model, self.batch)] if self.router_drift else []
         return {OUTPUT: sqnr(*outputs), **({DRIFT: changed_share(drift(*chosen))} if chosen else {})}
 
 

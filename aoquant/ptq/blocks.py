@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from aoquant.ptq import offload
-from aoquant.report.measure import run
+from aoquant.report.measure import having, hooked, run, with_forward
 
 
 class _Enough(Exception):
@@ -139,17 +139,12 @@ def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -
 
         return hook
 
-    handles = [b.module.register_forward_hook(after(b)) for b in blocks]
-    seen = 0
-    try:
-        with _hooked((b.module, before(b)) for b in blocks):
-            for seen, batch in enumerate(batches, 1):  # noqa: B007
-                run(model, batch)
-                if len(order) == len(blocks):
-                    break
-    finally:
-        for handle in handles:
-            handle.remove()
+    behind, seen = hooked(b.module.register_forward_hook(after(b)) for b in blocks), 0
+    with behind, _hooked((b.module, before(b)) for b in blocks):
+        for seen, batch in enumerate(batches, 1):  # noqa: B007
+            run(model, batch)
+            if len(order) == len(blocks):
+                break
     for block in order:
         block.once = counts[block.fqn] == seen
     for previous, block in zip([None, *order[:-1]], order, strict=True):
@@ -199,27 +194,11 @@ def _captured(
     The blocks are not run where the model's own code does not look at what they return.
     """
     if len(chain) > 1 and all(b.plain and b.once and b.first is not None for b in chain):
-        with _passing_on(chain):
+        with with_forward((b.module for b in chain), offload.passed):
             found = _calls(model, chain, batches[:1], device)
             if all(found[b.fqn] and _alike(b.first, found[b.fqn][0]) for b in chain[1:]):
                 return _calls(model, chain, batches, device)
     return _calls(model, chain, batches, device)
-
-
-@contextmanager
-def _passing_on(chain: Sequence[Block]) -> Iterator[None]:
-    """Let the blocks of a chain return their input inside."""
-    before = [(b.module, vars(b.module).get("forward")) for b in chain]
-    try:
-        for block in chain:
-            vars(block.module)["forward"] = offload.passed
-        yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward
 
 
 def _alike(a: Call | None, b: Call) -> bool:
@@ -294,29 +273,15 @@ def call_of(block: nn.Module, module: nn.Module, call: Call) -> Call | None:
     return seen[0] if seen else None
 
 
-@contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+def _hooked(hooks: Iterable[tuple[nn.Module, Any]]) -> AbstractContextManager[None]:
     """Forward pre-hooks with keyword arguments, inside."""
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks)
 
 
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(model: nn.Module) -> AbstractContextManager[None]:
     """Let transformers' models keep no keys and values, which a block that runs twice would add twice."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    before = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
-    try:
-        for config, _ in before:
-            config.use_cache = False
-        yield
-    finally:
-        for config, value in before:
-            config.use_cache = value
+    return having((c for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)), "use_cache", False)
 
 
 def tokens_that_count(batch: Any) -> Tensor | None:

@@ -47,7 +47,7 @@ from aoquant.ptq.prepare import weight_problems
 from aoquant.ptq.sequential import NOT_REACHED, listed_batches
 from aoquant.quantize import quantize_
 from aoquant.recipes import of_recipe_or_format
-from aoquant.report.measure import logits_of, planned_bytes, run, undisturbed
+from aoquant.report.measure import having, hooked, logits_of, planned_bytes, run, undisturbed
 
 T = TypeVar("T")
 SEED = 0  # of the drawn tokens
@@ -331,24 +331,21 @@ def _scores(
             broken.append(fqn)
         return scored(fqn, x, y, expert=expert)
 
-    with undisturbed(model), _without_gradients(model), _multiplied(first, product), torch.enable_grad():
-        layers = {fqn: c.module for fqn, c in first.items() if c.layer is not None}
-        hooks = [m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items()]
-        try:
-            for batch in _shown(batches, "score", "batch"):
-                flat = _counted(logits_of(run(model, batch)), batch)
-                shares = flat.detach().float().softmax(-1)
-                if not shares.isfinite().all():
-                    raise ValueError(f"{broken[0]}: {NOT_FINITE}" if broken else NOT_FINITE_LOGITS)
-                if not len(flat):
-                    continue
-                generator = torch.Generator(device=flat.device).manual_seed(SEED + tokens)
-                drawn = torch.multinomial(shares, 1, generator=generator).squeeze(-1)
-                F.cross_entropy(flat.float(), drawn, reduction="sum").backward()
-                tokens += len(flat)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    layers = {fqn: c.module for fqn, c in first.items() if c.layer is not None}
+    hooks = hooked(m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items())
+    frozen = having([p for p in model.parameters() if p.requires_grad], "requires_grad", False)
+    with undisturbed(model), frozen, _multiplied(first, product), hooks, torch.enable_grad():
+        for batch in _shown(batches, "score", "batch"):
+            flat = _counted(logits_of(run(model, batch)), batch)
+            shares = flat.detach().float().softmax(-1)
+            if not shares.isfinite().all():
+                raise ValueError(f"{broken[0]}: {NOT_FINITE}" if broken else NOT_FINITE_LOGITS)
+            if not len(flat):
+                continue
+            generator = torch.Generator(device=flat.device).manual_seed(SEED + tokens)
+            drawn = torch.multinomial(shares, 1, generator=generator).squeeze(-1)
+            F.cross_entropy(flat.float(), drawn, reduction="sum").backward()
+            tokens += len(flat)
     links.refuse({fqn: NOT_REACHED for fqn in first if fqn not in reached})
     if not tokens:
         raise ValueError(f"{next(iter(first))}: {ALL_PADDING}")
@@ -405,16 +402,3 @@ def _counted(y: Tensor, batch: Any) -> Tensor:
     """Return (tokens, N): rows of y (..., N) of the tokens that are no padding; all rows where y has other tokens."""
     mask, flat = tokens_that_count(batch), y.reshape(-1, y.shape[-1])
     return flat if mask is None or mask.shape != y.shape[:-1] else flat[mask.flatten().to(flat.device)]
-
-
-@contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Ask for no gradients of parameters inside, for those of outputs alone."""
-    before = [p for p in model.parameters() if p.requires_grad]
-    try:
-        for p in before:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p in before:
-            p.requires_grad_(True)

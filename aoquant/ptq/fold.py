@@ -24,7 +24,7 @@ from aoquant.linear.prepared import QATLinear
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.links import Link, Structure, is_norm, offset, refuse, replace, values_of, why_not_replaced
-from aoquant.report.measure import run
+from aoquant.report.measure import hooked, run
 
 ROWS = 512  # of a layer's input that candidates of AWQ are compared on
 SMALLEST = 1e-3  # of the mean over channels: what never occurs is scaled as if it did
@@ -142,15 +142,11 @@ def _watched(
     handles = [
         modules[link.layers[0]].register_forward_pre_hook(watch(seen[link.source]), with_kwargs=True) for link in links
     ]
-    try:
-        with progress(len(batches), "inputs", "forward") as shown:
-            for batch in batches:
-                mask[0] = tokens_that_count(batch)
-                run(model, batch)
-                shown.update(1)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), progress(len(batches), "inputs", "forward") as shown:
+        for batch in batches:
+            mask[0] = tokens_that_count(batch)
+            run(model, batch)
+            shown.update(1)
     return seen
 
 

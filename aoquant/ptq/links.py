@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from aoquant._messages import listed
 from aoquant.linear.kinds import is_linear, kind_of, matrix_of
-from aoquant.report.measure import logits_of, run
+from aoquant.report.measure import hooked, logits_of, run
 
 SHOWN_ROWS = 256  # of a model's output that are compared
 CLOSE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # relative error of outputs behind a fold
@@ -181,11 +181,8 @@ def _read(model: nn.Module, modules: dict[str, Any], batch: Any) -> tuple[dict[s
     parts = {n: m for n, m in modules.items() if is_linear(m) or is_norm(m)}
     handles = [m.register_forward_pre_hook(before(n), with_kwargs=True) for n, m in parts.items()]
     handles += [m.register_forward_hook(after(n)) for n, m in parts.items()]
-    try:
+    with hooked(handles):
         run(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {name: source for name, source in found.items() if source is not None}, set(found)
 
 
@@ -214,7 +211,6 @@ def _candidates(modules: dict[str, Any]) -> dict[Any, list[Link]]:
 def _holds(model: nn.Module, modules: dict[str, Any], links: list[Link], batch: Any, wanted: Tensor) -> bool:
     """Return whether outputs stay, bit for bit, when channels are multiplied by powers of two and divided again."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    handles = []
 
     def multiply(s_C: Tensor) -> Any:
         return lambda module, args, y: y * s_C.to(y) if isinstance(y, Tensor) and y.shape[-1] == len(s_C) else y
@@ -222,18 +218,17 @@ def _holds(model: nn.Module, modules: dict[str, Any], links: list[Link], batch: 
     def divide(s_K: Tensor) -> Any:
         return lambda module, args: (args[0] / s_K.to(args[0]), *args[1:]) if args else None
 
-    try:
+    def changes() -> Iterator[Any]:
         for link in links:
             source = modules[link.source]
             s_C = torch.ones(len(matrix_of(source)), device="cpu")
             used = link.channels_K.unique()
             s_C[used] = 2.0 ** torch.randint(0, 2, used.shape, generator=generator, device="cpu")
-            handles.append(source.register_forward_hook(multiply(s_C)))
-            handles += [modules[n].register_forward_pre_hook(divide(s_C[link.channels_K])) for n in link.layers]
+            yield source.register_forward_hook(multiply(s_C))
+            yield from (modules[n].register_forward_pre_hook(divide(s_C[link.channels_K])) for n in link.layers)
+
+    with hooked(changes()):
         return torch.equal(shown(model, batch).nan_to_num(), wanted.nan_to_num())
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def shown(model: nn.Module, batch: Any) -> Tensor:

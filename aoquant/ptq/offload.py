@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aoquant.report.measure import hooked
+
 
 def is_list(module: nn.Module) -> bool:
     """Return whether the children of a module are blocks."""
@@ -56,7 +58,7 @@ def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
 @contextmanager
 def streamed(model: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Let each unit of a model be on a device while it runs, inside. None: leave them where they are."""
-    present, handles = dict[nn.Module, Callable[[], None]](), list[Any]()
+    present = dict[nn.Module, Callable[[], None]]()
 
     def before(unit: nn.Module, _: Any) -> None:
         if unit not in present and vars(unit).get("forward") is not passed:
@@ -65,14 +67,12 @@ def streamed(model: nn.Module, device: torch.device | None) -> Iterator[None]:
     def after(unit: nn.Module, *_: Any) -> None:
         present.pop(unit, _nothing)()
 
-    for unit in _units(model) if device is not None else ():
-        handles.append(unit.register_forward_pre_hook(before, prepend=True))
-        handles.append(unit.register_forward_hook(after, always_call=True))
+    units = [] if device is None else [*_units(model)]
+    entering = hooked(unit.register_forward_pre_hook(before, prepend=True) for unit in units)
     try:
-        yield
+        with entering, hooked(unit.register_forward_hook(after, always_call=True) for unit in units):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for leave in present.values():
             leave()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aoquant.kv import hook
 from aoquant.ops import kv
 from aoquant.report.compare import why
-from aoquant.report.measure import decibels, energies, run
+from aoquant.report.measure import decibels, energies, hooked, run
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,16 @@ def caches_of(a: nn.Module, b: nn.Module, batch: Any) -> tuple[CacheRow, ...]:
     problem = ""
     for driver in modules:
         pairs = {fqn: _Pair(modules[0][fqn], modules[1][fqn]) for fqn in names}
-        handles = [
+        watched = hooked(
             driver[fqn].register_forward_pre_hook(partial(_watch, pair), with_kwargs=True)
             for fqn, pair in pairs.items()
-        ]
+        )
         try:
-            run(driver[""], batch)
+            with watched:
+                run(driver[""], batch)
         except Exception as error:  # a kernel that cannot run here: the other model may
             problem = problem or f"not run: {why(error)}"
             continue
-        finally:
-            for handle in handles:
-                handle.remove()
         return tuple(_row(fqn, pair) for fqn, pair in pairs.items())
     return tuple(_row(fqn, _Pair(modules[0][fqn], modules[1][fqn], problem=problem)) for fqn in names)
 

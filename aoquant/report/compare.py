@@ -198,6 +198,5 @@ def _watch(
             pair.problem = why(error)
         tick()
 
-    handles = module.register_forward_pre_hook(before), module.register_forward_hook(after, with_kwargs=True)
-    for handle in handles:
-        stack.callback(handle.remove)
+    stack.enter_context(module.register_forward_pre_hook(before))
+    stack.enter_context(module.register_forward_hook(after, with_kwargs=True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.linear.prepared import DELAYED_STATE, RANDOM, QATLinear
-from aoquant.report.measure import decibels, energies, logits_of, run
+from aoquant.report.measure import decibels, energies, hooked, logits_of, run
 
 
 def gradients(model: nn.Module, batch: Any) -> dict[int, dict[str, Any]]:
@@ -62,12 +62,8 @@ def _met(model: nn.Module, layers: list[QATLinear], batch: Any) -> list[tuple[_C
         calls.append(_Call(layer, args[0].detach(), y))
         return y
 
-    hooks = [layer.register_forward_hook(remember) for layer in layers]
-    try:
+    with hooked(layer.register_forward_hook(remember) for layer in layers):
         loss = _loss(run(model, batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
     found = torch.autograd.grad(loss, [c.y for c in calls], allow_unused=True) if calls else ()
     return [(call, dy) for call, dy in zip(calls, found, strict=True) if dy is not None]
 

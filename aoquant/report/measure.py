@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -154,6 +154,43 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def hooked(handles: Iterable[Any]) -> Iterator[None]:
+    """Remove hooks when the block ends. handles: of hooks, which a generator may register one by one."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
+
+
+@contextmanager
+def having(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Let an attribute of objects have another value inside."""
+    before = [(o, getattr(o, name)) for o in objects]
+    try:
+        for o, _ in before:
+            setattr(o, name, value)
+        yield
+    finally:
+        for o, was in before:
+            setattr(o, name, was)
+
+
+@contextmanager
+def with_forward(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Give modules another forward inside."""
+    before = [(vars(m), vars(m).get("forward")) for m in modules]
+    try:
+        for held, _ in before:
+            held["forward"] = forward
+        yield
+    finally:
+        for held, own in before:
+            del held["forward"]
+            if own is not None:
+                held["forward"] = own
 
 
 def shares(

@@ -7,7 +7,6 @@ other experts. Each model runs the batch by itself, and the experts that its rou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from aoquant._messages import check_model
 from aoquant.experts.families import experts_of
 from aoquant.experts.routers import routers_of
-from aoquant.report.measure import run, undisturbed
+from aoquant.report.measure import hooked, run, undisturbed
 
 _INDEX = ("top_k_index", "router_indices")  # the name of a forward's second argument
 
@@ -83,9 +82,8 @@ def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
 
         return note
 
-    with ExitStack() as stack, undisturbed(model), torch.random.fork_rng([]):
-        for name, module in experts.items():
-            stack.callback(module.register_forward_pre_hook(noting(name), with_kwargs=True).remove)
+    watched = hooked(m.register_forward_pre_hook(noting(name), with_kwargs=True) for name, m in experts.items())
+    with watched, undisturbed(model), torch.random.fork_rng([]):
         run(model, batch)
     return chosen
 
