@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -410,51 +410,36 @@ class QATConfig(AOBaseConfig):
             QATConfig(weight_config="intx4-g32", activation_config="int8-row")
     """
 
-    base_config: AOBaseConfig | None = None
+    base_config: Any = None
     activation_config: Any = None
     weight_config: Any = None
+    _: KW_ONLY
     step: str = "prepare"
-    straight_through: str = "identity"
-    scales: str = "dynamic"
+    straight_through: Any = None
+    scales: Any = None
     backward: str | HybridConfig | None = None
-    seed: int = 0
+    seed: Any = None
     engine: str | None = None
     gpu: str | None = None
     kv_cache: Any = None
 
-    def __init__(
-        self,
-        base_config: AOBaseConfig | str | None = None,
-        activation_config: Any = None,
-        weight_config: Any = None,
-        *,
-        step: str = "prepare",
-        straight_through: str | None = None,
-        scales: str | None = None,
-        backward: str | HybridConfig | None = None,
-        seed: int | None = None,
-        engine: str | None = None,
-        gpu: str | None = None,
-        kv_cache: KVCacheConfig | str | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        base, step = self.base_config, self.step
         self.step = str(getattr(step, "value", step)).lower()
-        if isinstance(base_config, str) and self.step == "prepare":
-            training = FIND[0](base_config).training
-            backward = training.get("backward") if backward is None else backward
-            straight_through = training.get("straight_through") if straight_through is None else straight_through
-            scales = training.get("scales") if scales is None else scales
-        if straight_through is None:
-            straight_through = "clipped" if backward == "quartet" else "identity"
-        own = backward.seed if isinstance(backward, HybridConfig) else 0
-        alone = isinstance(base_config, KVCacheConfig)
-        self.base_config, cache = (None, base_config) if alone else layers_and_cache(named(base_config))
-        self.kv_cache = as_kv_config(cache if kv_cache is None else kv_cache)
-        self.activation_config, self.weight_config = activation_config, weight_config
-        self.straight_through, self.scales = straight_through, "dynamic" if scales is None else scales
-        self.backward, self.seed = backward, own if seed is None else seed
-        self.engine, self.gpu = engine, gpu
+        if isinstance(base, str) and self.step == "prepare":
+            for name, value in FIND[0](base).training.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+        own = self.backward.seed if isinstance(self.backward, HybridConfig) else 0
+        straight = "clipped" if self.backward == "quartet" else "identity"
+        for name, value in (("straight_through", straight), ("scales", "dynamic"), ("seed", own)):
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        alone = isinstance(base, KVCacheConfig)
+        self.base_config, cache = (None, base) if alone else layers_and_cache(named(base))
+        self.kv_cache = as_kv_config(cache if self.kv_cache is None else self.kv_cache)
         if own and self.seed != own:
-            raise ValueError(f"QATConfig: seed={seed!r}, and its HybridConfig has seed={own}: give one of them")
+            raise ValueError(f"QATConfig: seed={self.seed!r}, and its HybridConfig has seed={own}: give one of them")
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
         for name, known in (("straight_through", STRAIGHT_THROUGH), ("scales", SCALES)):
@@ -464,7 +449,7 @@ class QATConfig(AOBaseConfig):
         check_seed("QATConfig", self.seed)
         self._check_base()
         for said in self._differences():
-            warnings.warn(said, AoquantWarning, stacklevel=2)
+            warnings.warn(said, AoquantWarning, stacklevel=3)
 
     def _check_base(self) -> None:
         """Raise ValueError unless base, parts and step go together."""

@@ -144,7 +144,6 @@ def _kind(t: Tensor) -> tuple[tuple[int, ...], str]:
 
 def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:
     """(to, from) for everything that is not quantised."""
-    owners = {name.rpartition(".")[0] for name in targets}
     mine = dict(packed.named_parameters(remove_duplicate=False)) | dict(packed.named_buffers(remove_duplicate=False))
     given = {n for n, _ in prepared.named_parameters(remove_duplicate=False)}
     given |= {n for n, _ in prepared.named_buffers(remove_duplicate=False)}
@@ -155,7 +154,7 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
     pairs = []
     for name, theirs in (*prepared.named_parameters(), *prepared.named_buffers()):
         owner, _, own = name.rpartition(".")
-        if name in targets or (owner in owners and own != "bias" and _is_state(prepared.get_submodule(owner), own)):
+        if name in targets or is_state(prepared.get_submodule(owner), own):
             continue
         if name not in mine or _kind(mine[name]) != _kind(theirs):
             shape, dtype = _kind(theirs)
@@ -167,11 +166,11 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
     return pairs
 
 
-def _is_state(owner: nn.Module, name: str) -> bool:
-    """Return whether a tensor of a prepared module belongs to training alone: held scales and the states of random
-    numbers.
-    """
-    return not isinstance(owner, QATExperts) or name in owner.states()
+def is_state(owner: nn.Module, own: str) -> bool:
+    """Return whether a tensor of a module belongs to training alone: held scales and the states of random numbers."""
+    if isinstance(owner, QATExperts):
+        return own in owner.states()
+    return isinstance(owner, QATLayer) and own not in ("weight", "bias")
 
 
 def encoded_now(layer: QATLayer, dtype: torch.dtype) -> tuple[Encoded, Tensor | None]:

@@ -19,6 +19,7 @@ from typing import Any
 from aoquant.files.atomic import Staged, is_main
 from aoquant.linear.kinds import is_packed
 from aoquant.linear.prepared import PreparedModule
+from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.sizes import stored_bytes
 
 _staged: ContextVar[bool] = ContextVar("staged", default=False)
@@ -94,12 +95,7 @@ def _refuse_resizing(model_class: Any) -> None:
 
 def _check_size(model: Any, tokens: Any, multiple: Any) -> None:
     """Raise ValueError, naming the layer, where codes would have to be resized."""
-    for find in (model.get_input_embeddings, model.get_output_embeddings):
-        try:
-            layer = find()
-        except (NotImplementedError, AttributeError):
-            # transformers raises an error of its own for a model without embeddings
-            continue
+    for layer in (input_embeddings(model), output_embeddings(model)):
         weight: Any = getattr(layer, "weight", None)
         if not is_packed(weight):
             continue

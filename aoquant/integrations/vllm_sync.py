@@ -22,7 +22,7 @@ from aoquant.integrations.vllm_experts import STACKS, owner_in_files
 from aoquant.linear.prepared import QATLayer
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
-from aoquant.refresh import deployed_recipe, encoded_now
+from aoquant.refresh import deployed_recipe, encoded_now, is_state
 
 _RELOADS = "_do_torchao_reload"  # vLLM's mark on a model: load_weights takes float weights and quantises them anew
 
@@ -59,7 +59,13 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
             "one GPU or distributed_executor_backend='external_launcher'"
         )
     check_model(prepared, "prepared")
-    layers, stacks = _layers(prepared), _stacks(prepared)
+    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
+    experts = ((name, m) for name, m in prepared.named_modules() if isinstance(m, QATExperts))
+    stacks = {f"{name}.{stack}": m for name, m in experts for stack in m.stacks}
+    weights = [(f"{name}.weight", m.weight) for name, m in layers.items()]
+    weights += [(name, m.get_parameter(name.rpartition(".")[2])) for name, m in stacks.items()]
+    if sharded := [name for name, weight in weights if isinstance(weight, DTensor)]:
+        raise ValueError(f"sync_vllm: {sharded[0]} is sharded over ranks: gather it first")
     if not layers and not stacks:
         raise ValueError("sync_vllm: the second model has no prepared layer; give (engine, model in training)")
 
@@ -83,29 +89,6 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
     return len(layers) + len(stacks)
 
 
-def _layers(prepared: nn.Module) -> dict[str, QATLayer]:
-    """Return the prepared layers, by name. Raises ValueError for sharded weights."""
-    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
-    for name, layer in layers.items():
-        _refuse_sharded(name, layer.weight)
-    return layers
-
-
-def _stacks(prepared: nn.Module) -> dict[str, QATExperts]:
-    """Return the experts' modules, by the names of their prepared parameters. Raises ValueError for sharded ones."""
-    found = dict[str, QATExperts]()
-    for name, module in prepared.named_modules():
-        for stack in module.stacks if isinstance(module, QATExperts) else ():
-            _refuse_sharded(f"{name}.{stack}", module.get_parameter(stack))
-            found[f"{name}.{stack}"] = module
-    return found
-
-
-def _refuse_sharded(name: str, weight: Any) -> None:
-    if isinstance(weight, DTensor):
-        raise ValueError(f"sync_vllm: {name} is sharded over ranks: gather it first")
-
-
 def _weights(
     prepared: nn.Module, layers: Mapping[str, QATLayer], stacks: Mapping[str, QATExperts], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +100,7 @@ def _weights(
     tied, weights = set[int](), dict[str, Weight]()
     for name, tensor in prepared.state_dict(keep_vars=True).items():
         module, _, own = name.rpartition(".")
-        if _is_state(prepared.get_submodule(module), own) or id(tensor) in tied:
+        if is_state(prepared.get_submodule(module), own) or id(tensor) in tied:
             continue
         tied.add(id(tensor))
         if name in stacks:
@@ -125,16 +108,9 @@ def _weights(
         elif module in layers and own == "weight":
             weights[name] = Weight(name, "PackedTensor", partial(_packed, layers[module], dtype))
         else:
-            weights[name] = Weight(name, "Tensor", partial(_float, tensor))
+            weights[name] = Weight(name, "Tensor", lambda codes, tensor=tensor: tensor.detach())
     for weight in as_stored(prepared, weights).values():
         yield weight.name_in_files, weight.read(True)
-
-
-def _is_state(owner: nn.Module, own: str) -> bool:
-    """Return whether a tensor of a module belongs to training alone: held scales and the states of random numbers."""
-    if isinstance(owner, QATExperts):
-        return own in owner.states()
-    return isinstance(owner, QATLayer) and own not in ("weight", "bias")
 
 
 def _packed(layer: QATLayer, dtype: torch.dtype, codes: bool) -> Tensor:
@@ -145,10 +121,6 @@ def _packed(layer: QATLayer, dtype: torch.dtype, codes: bool) -> Tensor:
 def _expert(module: QATExperts, stack: str, dtype: torch.dtype, expert: int, codes: bool) -> PackedTensor:
     e, recipe = module.encode_expert(stack, expert, dtype), module.stacks[stack].recipe.deployed
     return PackedTensor.from_encoded(e, recipe, dtype)
-
-
-def _float(tensor: Tensor, codes: bool) -> Tensor:
-    return tensor.detach()
 
 
 def _unread(codes: bool) -> Tensor:

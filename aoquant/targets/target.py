@@ -17,10 +17,6 @@ from aoquant.linear.tensor import PackedTensor
 Build = Callable[[Encoded, Tensor], Tensor]
 
 
-def _no_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Target:
     """recipe: of the prepared layer. build(encoded, weight): the deployed tensor. limit(n, k, dtype): why the kernel
@@ -31,7 +27,7 @@ class Target:
     recipe: LinearRecipe
     build: Build
     tensor: str
-    limit: Callable[[int, int, torch.dtype], str | None] = _no_limit
+    limit: Callable[[int, int, torch.dtype], str | None] = lambda n, k, dtype: None
     fix: Callable[[Scales], Target] | None = None
 
     def why_not(self, n: int, k: int, dtype: torch.dtype) -> str | None:

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout  # torch needs it too
 import aoquant
 from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.job.options import Options
-from aoquant.integrations.job.records import RESULTS, environment, read_as, write_json
+from aoquant.integrations.job.records import RESULTS, T, environment, read_as, write_json
 from aoquant.integrations.job.result import Result, Stage
 from aoquant.integrations.launched import Ranks
 
@@ -95,21 +95,15 @@ class Folder:
 
     def finished(self) -> Result | None:
         """Return the result, if the run is complete."""
-        path = self.out / RESULTS
+        return self._read(self.out / RESULTS, Result.from_json)
 
-        def read() -> Result | None:
-            return read_as(path, Result.from_json) if path.is_file() else None
-
-        return self.ranks.share(read)
+    def _read(self, path: Path, take: Callable[[dict[str, Any]], T]) -> T | None:
+        return self.ranks.share(lambda: read_as(path, take) if path.is_file() else None)
 
     def stage(self, name: str, compute: Callable[[], Stage]) -> Stage:
         """Return the stage called so: read if it is done, otherwise computed, by every rank, and written down."""
-        path = self.stages / f"{_file_name(name)}.json"
-
-        def read() -> Stage | None:
-            return read_as(path, Stage.from_json) if path.is_file() else None
-
-        if (found := self.ranks.share(read)) is not None:
+        path = self._file(name)
+        if (found := self._read(path, Stage.from_json)) is not None:
             self._say(f"{name}: done before, word perplexity {found.perplexity.word_perplexity:.3f}")
             return found
         self._say(f"{name}: begins")
@@ -132,12 +126,8 @@ class Folder:
 
     def number(self, name: str, compute: Callable[[], float]) -> float:
         """Return the number called so: read if it is known, otherwise computed, by every rank, and written down."""
-        path = self.stages / f"{_file_name(name)}.json"
-
-        def read() -> float | None:
-            return read_as(path, lambda found: float(found["value"])) if path.is_file() else None
-
-        if (found := self.ranks.share(read)) is not None:
+        path = self._file(name)
+        if (found := self._read(path, lambda found: float(found["value"]))) is not None:
             return found
         value = compute()
         gc.collect()
@@ -150,11 +140,14 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Return whether the stage called so is done."""
-        return (self.stages / f"{_file_name(name)}.json").is_file()
+        return self._file(name).is_file()
 
     def checkpoints(self, name: str) -> Path:
         """Return where the fine-tune called so keeps its checkpoints."""
-        return self.stages / _file_name(name)
+        return self.stages / name.replace(",", "").replace(" ", "_")
+
+    def _file(self, name: str) -> Path:
+        return Path(f"{self.checkpoints(name)}.json")
 
     def forget(self, name: str) -> None:
         """Remove the checkpoints of a fine-tune that is scored."""
@@ -182,7 +175,3 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         "input files have changed" if name == "input files" else f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in names
     ]
-
-
-def _file_name(stage: str) -> str:
-    return stage.replace(",", "").replace(" ", "_")
