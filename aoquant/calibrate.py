@@ -69,8 +69,8 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
     seen: dict[str, Range | Gram] = {fqn: s for fqn, m in layers.items() if (s := _observer(m)) is not None}
     if seen or caches:
         prepared = [m for m in model.modules() if isinstance(m, PreparedModule)]
-        watched = hooked(_observed(layers, seen))
-        with undisturbed(model), having(prepared, "fake_quant", False), watched, hook.observing(caches.values()):
+        observed = hooked(_observed(layers, seen))
+        with undisturbed(model), having(prepared, "fake_quant", False), observed, hook.observing(caches.values()):
             if callable(forward_loop):
                 forward_loop(model)
             else:

@@ -141,10 +141,8 @@ class HybridConfig(AOBaseConfig):
         """Return the arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
         operands = {slot: self.cast(slot).operand() for slot in BACKWARD}
         sources = {"weight_source": self.cast("dgrad_weight").source, "input_source": self.cast("wgrad_input").source}
-        return {**operands, **sources, "save": self.save, **self._delayed()}
-
-    def _delayed(self) -> dict[str, Any]:
-        return {"history": self.amax_history, "select": self.amax_select, "margin": self.amax_margin}
+        delayed = {"history": self.amax_history, "select": self.amax_select, "margin": self.amax_margin}
+        return {**operands, **sources, "save": self.save, **delayed}
 
     def forward(self) -> dict[str, Operand | None]:
         """Return the operands of fprop that the config names, by slot."""

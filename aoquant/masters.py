@@ -53,8 +53,13 @@ class Masters(nn.Module):
 
         def packed(layer: QATLinear | QATExperts, name: str, prepared: Prepared, turned: bool) -> MasterCodes:
             weight = layer._parameters[name]
+            assert isinstance(weight, nn.Parameter)
             if id(weight) not in done:
-                done[id(weight)] = _packed(layer, name, prepared, turned)
+                master = weight  # a float32 weight is its own
+                if weight.dtype != torch.float32:
+                    master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
+                codes = MasterCodes(master, prepared.recipe, prepared.fqn, turned, weight.dtype, layer._buffers)
+                done[id(weight)] = codes
             return done[id(weight)]
 
         for layer in layers:
@@ -148,16 +153,6 @@ def _why_not(layer: QATLinear | QATExperts, name: str, prepared: Prepared) -> st
             "its weight is frozen, and the delayed scale of codes moves only when they are written: use amax_history=0"
         )
     return reads_values(prepared.recipe)
-
-
-def _packed(layer: nn.Module, name: str, prepared: Prepared, turned: bool) -> MasterCodes:
-    """The master of a layer's weight, with its codes; a float32 weight is its own master."""
-    weight = layer._parameters[name]
-    assert isinstance(weight, nn.Parameter)
-    master = weight
-    if weight.dtype != torch.float32:
-        master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
-    return MasterCodes(master, prepared.recipe, prepared.fqn, turned, weight.dtype, layer._buffers)
 
 
 @functools.cache

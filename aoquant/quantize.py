@@ -28,6 +28,8 @@ from aoquant import ops
 from aoquant._messages import AoquantWarning, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.distributed import fsdp
+from aoquant.experts.families import stacks_of
+from aoquant.experts.packed_experts import PackedExperts
 from aoquant.formats import Encoded, MXFP4Dialect, Operand, Scales, tiles
 from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear import sharded_packed as sharded
@@ -36,7 +38,7 @@ from aoquant.linear.packed import PackedLinear, adopt, described
 from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import adapters, caches, coverage, fused, half
-from aoquant.planning.changes import Change
+from aoquant.planning.changes import Change, Chosen
 from aoquant.planning.choose import Filter, each, is_asked
 from aoquant.planning.plan import Plan, ours, plan
 from aoquant.planning.restore import restoring
@@ -131,7 +133,10 @@ def quantize_(
         cached.apply(model)
         for change in planned.layers:
             _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
-        _remember(planned)
+        for chosen in planned.choice.layers:
+            vars(chosen.module).pop(coverage.SKIPPED, None)
+            if chosen.fqn in planned.skipped:
+                vars(chosen.module)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
         said = missing_kernels([c for c in planned.layers if c.step != "prepare"], device)
         fast_path.sync(model)
         if "convert" in steps:
@@ -225,14 +230,6 @@ def _what_it_is_now(module: nn.Module | None) -> str:
         return "removed"
     is_empty = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
     return f"now {'an empty' if is_empty else 'a float'} {type(module).__name__}"
-
-
-def _remember(planned: Plan) -> None:
-    """Keep on each layer that was skipped why, for `aoquant.coverage`."""
-    for chosen in planned.choice.layers:
-        vars(chosen.module).pop(coverage.SKIPPED, None)
-        if chosen.fqn in planned.skipped:
-            vars(chosen.module)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
 
 
 def missing_kernels(converted: Iterable[Change], device: torch.device | str | None) -> list[str]:
@@ -369,6 +366,16 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
     """The PTQ config that makes a packed weight, or packed experts."""
     kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
     return kind(weight.format, weight.activation or None, weight.contract)
+
+
+def packed_stacks(model: nn.Module) -> list[Chosen]:
+    """Every packed parameter of stacked experts, with the PTQ config that makes it."""
+    return [
+        Chosen(f"{fqn}.{name}" if fqn else name, module, packed_config(weight), name)
+        for fqn, module in model.named_modules()
+        for name in stacks_of(module)
+        if isinstance(weight := getattr(module, name), PackedExperts)
+    ]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,8 +21,7 @@ from torchao.quantization import FqnToConfig
 
 from aoquant._messages import AoquantWarning, check_model
 from aoquant.config import QATConfig
-from aoquant.experts.families import stacks_of
-from aoquant.experts.packed_experts import PackedExperts, stacked
+from aoquant.experts.packed_experts import stacked
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Scales
 from aoquant.linear import held, replaced
@@ -32,19 +31,9 @@ from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.plan import prepare_target
 from aoquant.planning.restore import restoring
-from aoquant.quantize import config_of, packed_config, quantize_
+from aoquant.quantize import config_of, packed_stacks, quantize_
 
 _STEPS = 4  # floats that a weight may move
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """A packed parameter of experts."""
-
-    fqn: str
-    module: Any
-    name: str
-    packed: Any  # an nn.Parameter of PackedExperts
 
 
 @torch.no_grad()
@@ -63,7 +52,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             f"unpack_: scales is static or learned, got {scales!r}: scales made anew would give other codes"
         )
     check_model(model)
-    layers, stacks = _chosen(model), _stacks(model)
+    layers, stacks = _chosen(model), packed_stacks(model)
     if not layers and not stacks:
         raise ValueError(
             "nothing to unpack: no linear layer holds a PackedTensor, and no experts are packed. It takes a converted model; prepared layers "
@@ -72,6 +61,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
     if stacks and scales == "learned":
         raise ValueError(f"{stacks[0].fqn}: stacked experts hold no learned scales: use scales='static'")
     packed: dict[str, Any] = {name: m.weight for name, m in layers.items()}
+    experts: dict[str, Any] = {s.fqn: s.weight for s in stacks}
     counts = Counter(map(id, packed.values()))
     configs = {}
     for name, module in layers.items():
@@ -91,12 +81,12 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             quantize_(model, FqnToConfig(configs))
         problems = [name for name in layers if not with_codes(model.get_submodule(name), packed[name])]
         for s in stacks:
-            config = QATConfig(packed_config(s.packed), step="prepare", **options)
-            problems += [] if stack_with_codes(s.fqn, s.module, s.name, s.packed, config) else [s.fqn]
+            config = QATConfig(s.config, step="prepare", **options)
+            problems += [] if stack_with_codes(s.fqn, s.module, s.parameter, experts[s.fqn], config) else [s.fqn]
         if problems:
-            formats = {name: w.format for name, w in packed.items()} | {s.fqn: s.packed.format for s in stacks}
+            format = (packed | experts)[problems[0]].format
             raise ValueError(
-                f"{len(problems)} layer(s), such as {problems[0]} ({formats[problems[0]]}), have values whose codes are others when "
+                f"{len(problems)} layer(s), such as {problems[0]} ({format}), have values whose codes are others when "
                 "they are encoded again: load the model in float32, or train it from its float weights"
             )
     replaced.record(model)
@@ -152,16 +142,6 @@ def why_not_held(recipe: LinearRecipe) -> str | None:
             "from its float weights"
         )
     return None
-
-
-def _stacks(model: nn.Module) -> list[_Stack]:
-    """Every packed parameter of experts."""
-    return [
-        _Stack(f"{fqn}.{name}" if fqn else name, module, name, getattr(module, name))
-        for fqn, module in model.named_modules()
-        for name in stacks_of(module)
-        if isinstance(getattr(module, name), PackedExperts)
-    ]
 
 
 def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATConfig) -> bool:

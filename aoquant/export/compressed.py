@@ -42,13 +42,17 @@ def store(p: PackedTensor) -> Stored:
     Raises:
         Unfit: no scheme holds the layer's numbers.
     """
-    format = p.weight_format
+    format: Any = p.weight_format
+    own = p.recipe.fprop_weight.format
     if p.recipe.transform is not None:
         raise Unfit(
             f"{format.name} stands behind a transform, which the folder cannot carry",
-            f"{_behind(p.recipe.fprop_weight.format, p)}, without it",
+            f"{f'train the recipe {_recipe_name(own.name, p)}' if own.standard == 'int' else _instead(own, p)}, without it",
         )
-    tensors, weights = _weight(format, p)
+    if (scheme_of := _SCHEMES.get(format.standard)) is None:
+        group = format.block if format.element == "int4" else None
+        raise Unfit(f"no scheme holds {format.name}", _instead(format, p), symmetric(group) if group else None)
+    tensors, weights = scheme_of(format, p)
     input_args, input_tensors = _activation(p.activation)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=input_args)
     scheme.format = infer_module_format(nn.Linear, scheme)
@@ -57,13 +61,6 @@ def store(p: PackedTensor) -> Stored:
         if p.zero_point is not None:
             tensors["weight_zero_point"] = p.zero_point
     return Stored({**tensors, **input_tensors}, scheme, tuple(differences(p.recipe, "vllm")))
-
-
-def _weight(format: Any, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    if (stored := _SCHEMES.get(format.standard)) is not None:
-        return stored(format, p)
-    group = format.block if format.element == "int4" else None
-    raise Unfit(f"no scheme holds {format.name}", _instead(format, p), symmetric(group) if group else None)
 
 
 def _float8(format: Float8, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
@@ -228,11 +225,6 @@ def _instead(format: Any, p: PackedTensor) -> str:
         plain = format.name.replace("-e5m2", "").removesuffix("-32x32")
         return f"train its e4m3 form, the recipe {_recipe_name(plain, p)}"
     return f"train the recipe {_recipe_name(f'intx{min(max(format.bits, 2), 8)}-g{format.block or 128}', p)}"
-
-
-def _behind(format: Format, p: PackedTensor) -> str:
-    """Advice for a format that stands behind a transform."""
-    return f"train the recipe {_recipe_name(format.name, p)}" if format.standard == "int" else _instead(format, p)
 
 
 def _intx(format: Affine, per: str = "") -> str:

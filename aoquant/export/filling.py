@@ -101,7 +101,9 @@ class Filling:
                     raise ValueError(
                         f"{self.folder}: {self.names[name]} {stored.shape} has no place in {type(self.model).__name__}: load it with transformers"
                     )
-                self._set(name, _cast(stored.read(), tensor.dtype), tensor.requires_grad)
+                floats = {stored.dtype, tensor.dtype} <= {*FLOAT_DTYPES}
+                values = stored.read()
+                self._set(name, values.to(tensor.dtype) if floats else values, tensor.requires_grad)
                 advance(stored.size, name)
         model = self.model
         model.tie_weights()
@@ -136,7 +138,3 @@ class Filling:
         module = self.model.get_submodule(owner)
         parameter = own in module._parameters
         setattr(module, own, nn.Parameter(values, requires_grad=requires_grad) if parameter else values)
-
-
-def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype) if values.dtype in FLOAT_DTYPES and dtype in FLOAT_DTYPES else values

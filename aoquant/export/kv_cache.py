@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning
 from aoquant.export.targets import Description
-from aoquant.export.weights import Weight
+from aoquant.export.weights import Weight, given
 from aoquant.kv import KVCacheConfig, hook
 
 _VLLM = {
@@ -47,10 +47,6 @@ def scheme_of(modules: Mapping[str, nn.Module], target: str) -> KVCacheConfig | 
         return None
     first, module = next(iter(caches.items()))
     config: KVCacheConfig = module.kv_quant.config
-    if prepared := [fqn for fqn, m in caches.items() if not m.kv_quant.converted]:
-        raise ValueError(
-            f"{prepared[0]}: its KV cache is prepared and not converted: call quantize_(model, QATConfig(step='convert'))"
-        )
     others = [fqn for fqn, m in hook.attentions(modules[""]).items() if not hook.shares(m) and fqn not in caches]
     others += [fqn for fqn, m in caches.items() if m.kv_quant.config != config]
     if others:
@@ -126,12 +122,8 @@ def weights_of(modules: Mapping[str, nn.Module], stored: Mapping[str, Weight], t
             scale = module.get_buffer(name).detach().float().cpu()
             if name == "q_scale" and module.kv_quant.config.per == "head":  # vLLM takes the largest of each group
                 scale = scale.expand(module.config.num_attention_heads, 1, 1).contiguous()
-            found[own] = Weight(own, "Tensor", _reader(scale))
+            found[own] = Weight(own, "Tensor", given(scale))
     return found
-
-
-def _reader(scale: Tensor) -> Any:
-    return lambda codes: scale
 
 
 def describe(config: KVCacheConfig, description: Description, target: str) -> None:

@@ -73,6 +73,24 @@ class Source:
         return list(dict.fromkeys((*self.names_of(n for n in self.linears() if n not in quantised), *self.routers)))
 
 
+def check_converted(model: nn.Module, writer: str, then: str, before: str = "") -> None:
+    """Raise ValueError for a model that is sharded, and for layers or KV caches that are prepared and not converted.
+
+    writer, then: who asks, and what to do with a gathered model, in words. before: how to save before training ends.
+    """
+    convert = "call quantize_(model, QATConfig(step='convert'))"
+    if prepared := [name for name, m in model.named_modules() if isinstance(m, PreparedModule)]:
+        raise ValueError(
+            f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: {convert} first{before}"
+        )
+    if prepared := [fqn for fqn, m in hook.quantised(model).items() if not m.kv_quant.converted]:
+        raise ValueError(f"{prepared[0]}: its KV cache is prepared and not converted: {convert}")
+    if fsdp.is_distributed(model):
+        raise ValueError(
+            f"the model is sharded over ranks, and {writer} writes whole tensors: {fsdp.GATHER}, and {then} that"
+        )
+
+
 def of_model(model: nn.Module) -> Source:
     """The source that a converted Hugging Face model in memory is.
 
@@ -81,15 +99,7 @@ def of_model(model: nn.Module) -> Source:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"export writes Hugging Face models, got {type(model).__name__}: engines need its config.json")
-    if prepared := [name for name, m in model.named_modules() if isinstance(m, PreparedModule)]:
-        raise ValueError(
-            f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call "
-            "quantize_(model, QATConfig(step='convert')) first"
-        )
-    if fsdp.is_distributed(model):
-        raise ValueError(
-            f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that"
-        )
+    check_converted(model, "export", "export")
     warn_of_dtypes(model)
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
@@ -99,12 +109,13 @@ def of_model(model: nn.Module) -> Source:
     # not from the JSON text, which spells infinity as an object; transformers decodes that where it reads a file
     given = {name: config[name] for name in ("architectures", "dtype", "tie_word_embeddings") if name in config}
     plain = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-    stock = _empty(type(model), type(model.config).from_dict(plain | given))
+    stock = empty(type(model), type(model.config).from_dict(plain | given))
     tied = {name: kept for name, kept in _ties(model).items() if name in _ties(stock)}
     scales = hook.scales(model)  # kv_cache.py writes them
     stored = {name: t for name, t in _kept(model, tied).items() if name not in scales}
     _check_fits(model, stock, stored)
-    weights = {name: Weight(name, _tensor_class(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
+    kinds = {name: type(t).__name__ if isinstance(t, TorchAOBaseTensor) else "Tensor" for name, t in stored.items()}
+    weights = {name: Weight(name, kinds[name], _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
     weights = as_stored(model, weights)
     return _checked(Source(config, dict(model.named_modules()), weights, tied, stock, routers=_routers(weights, model)))
 
@@ -156,7 +167,8 @@ def _of_checkpoint(folder: Path) -> Source:
         n: _on_disk(folder, n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes})
         for n in names
     }
-    kept_whole = {n: _beside(homes[next(iter(parts[n]))], n) for n in names if next(iter(parts[n])) in homes}
+    places_of = {n: home.rpartition(".")[:2] for n in names if (home := homes.get(next(iter(parts[n]))))}
+    kept_whole = {n: f"{owner}{dot}{n.rpartition('.')[2]}" for n, (owner, dot) in places_of.items()}
     weights = as_stored(model, weights, kept_whole, stored_tensors)
     return _checked(Source(config, dict(model.named_modules()), weights, tied, stock, folder, _routers(weights, model)))
 
@@ -168,31 +180,42 @@ def _checked(source: Source) -> Source:
     return source
 
 
+def config_of(folder: Path) -> Any:
+    """Return the config of a folder. Raises ValueError: transformers cannot read it."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except checkpoint.NO_MODEL as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {reason}") from None
+
+
 def _skeleton(folder: Path) -> PreTrainedModel:
     """The float model of a folder's config.json, on meta."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except checkpoint.NO_MODEL as error:
-        raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from None
+    config = config_of(folder)
     del config.quantization_config
-    return _empty(class_of(config), config)
+    return empty(class_of(config), config)
 
 
-def _empty(model_class: Any, config: Any) -> PreTrainedModel:
-    """The float model of a config, on meta."""
+def empty(model_class: Any, config: Any, **options: Any) -> PreTrainedModel:
+    """Return the float model of a config, on meta."""
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
-        model: PreTrainedModel = make(config)
+        model: PreTrainedModel = make(config, **options)
     return model
+
+
+def names_by_parameter(model: nn.Module) -> list[list[str]]:
+    """Return all names of each parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return list(groups.values())
 
 
 def _ties(model: PreTrainedModel) -> dict[str, str]:
     """Second names of shared parameters, each with the one that files have."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
     tied = dict[str, str]()
-    for names in groups.values():
+    for names in names_by_parameter(model):
         kept = next((name for name in names if name not in model.all_tied_weights_keys), names[0])
         tied |= {name: kept for name in names if name != kept}
     return tied
@@ -218,10 +241,6 @@ def _check_fits(model: PreTrainedModel, stock: PreTrainedModel, stored: Mapping[
             f"{type(model).__name__}: its tensors are not those that its config describes, and no engine would find {some(wrong)}: "
             "merge adapters, tie or untie weights as the config says, and undo other changes of its modules"
         )
-
-
-def _tensor_class(tensor: Tensor) -> str:
-    return type(tensor).__name__ if isinstance(tensor, TorchAOBaseTensor) else "Tensor"
 
 
 def _in_memory(tensor: Tensor) -> Callable[[bool], Tensor]:
@@ -254,11 +273,6 @@ def _parts(name: str, described: str) -> dict[str, str]:
     module, _, parameter = name.rpartition(".")
     kinds = json.loads(described).get("_tensor_data_names")
     return {name: ""} if kinds is None else {f"{module}._{parameter}_{kind}": kind for kind in kinds}
-
-
-def _beside(part: str, name: str) -> str:
-    """The name in files of a weight called `name` in the model, given that of one of its parts."""
-    return ".".join((*part.split(".")[:-1], name.rpartition(".")[2]))
 
 
 def _on_disk(folder: Path, name: str, described: str, places: Mapping[str, StoredTensor]) -> Weight:

@@ -22,15 +22,12 @@ from torch import nn
 from aoquant import _register
 from aoquant._messages import check_path
 from aoquant.config import PackedWeightConfig
-from aoquant.distributed import fsdp
-from aoquant.experts.families import stacks_of
 from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
-from aoquant.linear.prepared import PreparedModule
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import key_of
 from aoquant.planning.heads import input_embeddings
-from aoquant.quantize import config_of, packed_config
+from aoquant.quantize import config_of, packed_stacks
 from aoquant.report.measure import weight_of
 
 if TYPE_CHECKING:
@@ -45,6 +42,7 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
+    from aoquant.export.source import check_converted
     from aoquant.files import checkpoint, checksums
     from aoquant.files.atomic import is_main
     from aoquant.files.safetensors_file import read_json, sort_metadata
@@ -242,26 +240,13 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
             f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use "
             "torch.save(model.state_dict()) and load_state_dict(..., assign=True)"
         )
-    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, PreparedModule)]:
-        raise ValueError(
-            f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, "
-            "QATConfig(step='convert')) "
-            "first; to save the float weights in the middle of training, call model.save_pretrained"
-        )
-    if fsdp.is_distributed(model):
-        raise ValueError(
-            f"the model is sharded over ranks, and save_pretrained writes whole tensors: {fsdp.GATHER}, and save that"
-        )
+    training = "; to save the float weights in the middle of training, call model.save_pretrained"
+    check_converted(model, "save_pretrained", "save", training)
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if is_packed(weight_of(m))}
-    stacks = _stack_configs(model)
-    caches = hook.quantised(model)
-    if prepared := [fqn for fqn, m in caches.items() if not m.kv_quant.converted]:
-        raise ValueError(
-            f"{prepared[0]}: its KV cache is prepared and not converted: call quantize_(model, QATConfig(step='convert'))"
-        )
-    configs |= stacks | {fqn: m.kv_quant.config for fqn, m in caches.items()}
+    stacks = {stack.fqn: stack.config for stack in packed_stacks(model)}
+    configs |= stacks | {fqn: m.kv_quant.config for fqn, m in hook.quantised(model).items()}
     if not configs:
         raise ValueError(
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float "
@@ -287,16 +272,6 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     model.hf_quantizer = Quantizer(config, pre_quantized=True)
     forget_rebuilding(model)
     return config
-
-
-def _stack_configs(model: nn.Module) -> dict[str, Any]:
-    """Return the PTQ config of every packed parameter of stacked experts, by the parameter's name."""
-    return {
-        f"{fqn}.{name}" if fqn else name: packed_config(weight)
-        for fqn, module in model.named_modules()
-        for name in stacks_of(module)
-        if isinstance(weight := getattr(module, name), PackedTensor)
-    }
 
 
 def _check_tie(model: PreTrainedModel) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant._messages import some
-from aoquant.export.source import class_of
+from aoquant.export.source import class_of, config_of, empty, names_by_parameter
 from aoquant.files import checkpoint, checksums
 from aoquant.files.safetensors_file import StoredTensor, read_json, reading
 from aoquant.files.stored_names import keep_wide, pieces_of, stored_name
@@ -194,11 +194,7 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
         ValueError: the checkpoint is quantised, or transformers has no class for it.
     """
     read_json(source / "config.json")  # transformers has its own words for what is no JSON
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except checkpoint.NO_MODEL as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{source / 'config.json'}: transformers cannot read it: {reason}") from None
+    config = config_of(source)
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         raise ValueError(
@@ -210,20 +206,15 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in FLOAT_DTYPES:
         raise ValueError(f"{source}: dtype must be auto, float32, bfloat16 or float16, got {dtype}")
-    with checkpoint.understood(source), torch.device("meta"):
-        made_by = class_of(config)
-        make = getattr(made_by, "from_config", None) or made_by._from_config
-        model: PreTrainedModel = make(config, dtype=chosen).eval()
+    with checkpoint.understood(source):
+        model: PreTrainedModel = empty(class_of(config), config, dtype=chosen).eval()
     keep_wide(model, chosen)
     return model
 
 
 def _tied(model: PreTrainedModel) -> dict[str, list[str]]:
     """For every parameter's name, the other names of the same parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: [n for n in group if n != name] for group in names.values() for name in group}
+    return {name: [n for n in names if n != name] for names in names_by_parameter(model) for name in names}
 
 
 def _home(name: str, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]) -> StoredTensor | None:

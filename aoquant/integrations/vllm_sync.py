@@ -95,7 +95,7 @@ def _weights(
     """Return what a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
     for.
     """
-    from aoquant.export.weights import Weight, as_stored  # needs transformers
+    from aoquant.export.weights import Weight, as_stored, given  # needs transformers
 
     tied, weights = set[int](), dict[str, Weight]()
     for name, tensor in prepared.state_dict(keep_vars=True).items():
@@ -108,7 +108,7 @@ def _weights(
         elif module in layers and own == "weight":
             weights[name] = Weight(name, "PackedTensor", partial(_packed, layers[module], dtype))
         else:
-            weights[name] = Weight(name, "Tensor", lambda codes, tensor=tensor: tensor.detach())
+            weights[name] = Weight(name, "Tensor", given(tensor.detach()))
     for weight in as_stored(prepared, weights).values():
         yield weight.name_in_files, weight.read(True)
 
