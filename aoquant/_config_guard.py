@@ -129,11 +129,7 @@ def _described(data: dict[str, Any], where: str, find: Callable[[str], Any], dep
 
 
 def _listed(name: str) -> type:
-    """The class that torchao would take for a `_type`.
-
-    Raises:
-        ValueError: modules of its list have none of that name, one that may not be built, or two of them.
-    """
+    """The class that torchao would take for a `_type`."""
     found: dict[int, tuple[Any, str]] = {}
     for module in sorted(ao.ALLOWED_AO_MODULES):
         try:

@@ -97,7 +97,6 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
 
 
 def _refuse(problems: dict[str, str]) -> None:
-    """Raise ValueError with the problem of each layer that has one."""
     if problems:
         shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:{shown}")
@@ -159,7 +158,6 @@ class Gram:
 
 
 def _observer(layer: QATLinear) -> Range | Gram | None:
-    """The observer of a layer's input; None where nothing is to be calibrated."""
     recipe = layer.prepared.recipe
     if recipe.fitted and recipe.transform is not None:
         return Gram(recipe.transform.size, layer.matrix().detach())

@@ -435,7 +435,6 @@ COMMANDS = {
 
 
 def _command(name: str, arguments: list[str]) -> Callable[..., None]:
-    """Return the function that tyro calls with a command's arguments."""
     if name in ("run", "convert"):
         return (_run if name == "run" else _convert)(arguments)
     if name == "recipes":

@@ -452,7 +452,6 @@ class QATConfig(AOBaseConfig):
             warnings.warn(said, AoquantWarning, stacklevel=3)
 
     def _check_base(self) -> None:
-        """Raise ValueError unless base, parts and step go together."""
         base_config: object = self.base_config
         parts = self.activation_config is not None or self.weight_config is not None
         if base_config is not None and parts:
@@ -472,11 +471,7 @@ class QATConfig(AOBaseConfig):
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
 
     def _differences(self) -> list[str]:
-        """Return what the engine will compute otherwise than is trained.
-
-        Raises:
-            ValueError: the engine, or where it runs, is not known.
-        """
+        """Return what the engine will compute otherwise than is trained."""
         if self.engine is None and self.gpu is None:
             return []
         by_name = getattr(self.base_config, "fqn_to_config", {"": self.base_config})

@@ -140,7 +140,6 @@ def quantized_model_init(
 
 
 def _why_not(layer: QATLinear | QATExperts, name: str, prepared: Prepared) -> str | None:
-    """Return why a prepared layer cannot multiply the codes of a master; None when it can."""
     if isinstance(layer, Mastered):
         return "an earlier call packed its weight: give one call all configs, as FqnToConfig"
     weight = layer._parameters.get(name)
@@ -195,7 +194,6 @@ def _mirror(view: nn.Module, module: nn.Module, made: dict[nn.Module, nn.Module]
 
 
 def _refuse_assign(masters: Masters, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-    """Before a state_dict is loaded."""
     packed = [layer for layer in masters._layers if isinstance(layer, Mastered)]
     if packed and metadata.get("assign_to_params_buffers"):
         fqn = next(iter(packed[0].codes.values())).fqn or "linear"
@@ -205,7 +203,6 @@ def _refuse_assign(masters: Masters, state: Any, prefix: str, metadata: Any, *re
 
 
 def _loaded(masters: Masters, keys: Any) -> None:
-    """After a state_dict was loaded."""
     for master in masters.masters():
         if (codes := codes_of(master)) is not None:
             codes.refresh(loaded=True)

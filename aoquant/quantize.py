@@ -180,13 +180,11 @@ def _as_before_adapters(model: nn.Module, planned: Plan, taken: Collection[int])
 
 
 def _warn(said: Iterable[str]) -> None:
-    """Warn the caller of `quantize_`."""
     for message in said:
         warnings.warn(message, AoquantWarning, stacklevel=3)
 
 
 def _check_filter(filter_fn: Filter) -> None:
-    """Raise ValueError unless `filter_fn` takes a module and a name."""
     try:
         signature = inspect.signature(filter_fn)
     except (TypeError, ValueError):  # a function of C's, which does not tell
@@ -225,7 +223,6 @@ def _what_is_missing(model: nn.Module, config: Any, filter_fn: Filter | None) ->
 
 
 def _what_it_is_now(module: nn.Module | None) -> str:
-    """Describe what stands where prepared modules were."""
     if module is None:
         return "removed"
     is_empty = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
@@ -277,7 +274,6 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
 
 
 def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | None) -> None:
-    """Raise ValueError where the model cannot go to `device`."""
     if device is None:
         return
     if any(isinstance(c.weight, DTensor) for c in (*planned.layers, *planned.experts)):
@@ -404,7 +400,6 @@ def pack(change: Change, weight: Tensor, device: torch.device | str | None) -> T
 
 
 def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """`pack`, without autocast."""
     module, target, scales = change.module, change.target, change.scales
     trained = change.kind.matrix(weight.detach()).to(dtype=change.dtype).contiguous()
     weight = trained.to(device)

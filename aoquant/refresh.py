@@ -88,7 +88,6 @@ def _check_all(packed: nn.Module, targets: dict[str, PackedTensor]) -> None:
 
 
 def _at(owner: str, name: str) -> str:
-    """The full name of a module's tensor."""
     return f"{owner}.{name}" if owner else name
 
 

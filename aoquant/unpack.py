@@ -95,9 +95,6 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
 def _chosen(model: nn.Module) -> dict[str, Any]:
     """Every layer with a packed weight, by its name, but embeddings whose scales cannot be made from their rows again:
     these stay packed, and a warning names them.
-
-    Raises:
-        ValueError: such an embedding shares its weight with a linear layer.
     """
     modules: Iterator[tuple[str, Any]] = model.named_modules()
     found: dict[str, Any] = {n: m for n, m in modules if kind_of(m) and isinstance(m.weight, PackedTensor)}
@@ -178,7 +175,6 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
 
 
 def _of_experts(each: Sequence[Scales]) -> Scales:
-    """Stack the scales of every expert."""
     return Scales(*(None if parts[0] is None else stacked(parts) for parts in zip(*each, strict=True)))
 
 
@@ -269,7 +265,6 @@ def _keep_signs(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) 
 
 
 def _same(e: Encoded, wanted: Encoded) -> bool:
-    """Return whether codes and scales have the same bytes."""
     pairs = zip(e.by_row.tensors, wanted.by_row.tensors, strict=True)
     return all(
         a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in pairs
@@ -281,5 +276,4 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _towards(weight: Tensor, direction: Tensor) -> Tensor:
-    """The next float in a direction."""
     return torch.nextafter(weight, torch.copysign(torch.full_like(direction, torch.inf), direction).to(weight.dtype))

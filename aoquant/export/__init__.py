@@ -111,7 +111,6 @@ def _check(format: str, tokenizer: object) -> None:
 
 
 def _layout(format: str) -> dict[str, Any]:
-    """Return how a folder of this format stores a layer, and describes itself."""
     names = ("compressed", "compressed_folder") if format == "compressed-tensors" else ("modelopt", "modelopt")
     store, describe = (import_module(f"aoquant.export.{name}") for name in names)
     return {"store": store.store, "describe": describe.describe, "target": format}

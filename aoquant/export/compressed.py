@@ -180,7 +180,6 @@ def static_scale(format: Any) -> Tensor:
 
 
 def _integers(p: PackedTensor) -> Tensor:
-    """(N, K) int8."""
     format: Any = p.weight_format
     return torch.empty(p.shape, dtype=torch.int8, device="meta") if p.qdata.is_meta else format.integers(p.encoded)
 
@@ -210,7 +209,6 @@ def _recipe_name(weight: str, p: PackedTensor) -> str:
 
 
 def _instead(format: Any, p: PackedTensor) -> str:
-    """The recipe of the nearest format that a folder can hold, as advice."""
     if format.element == "int4":
         near = _recipe_name(f"intx4-g{format.block}", p)
         return f"train the recipe {_recipe_name(f'intx4-g{format.block}-asym', p)} (integer zero points) or {near} (symmetric)"

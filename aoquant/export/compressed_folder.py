@@ -84,7 +84,6 @@ def describe(source: Source, contents: Contents) -> Description:
 
 
 def _packs_zeros(scheme: QuantizationScheme) -> bool:
-    """Return True for a scheme that stores packed zero points."""
     packed = CompressionFormat(scheme.format) is CompressionFormat.pack_quantized
     return packed and scheme.weights is not None and not scheme.weights.symmetric
 
@@ -98,9 +97,6 @@ def _patterns(modules: Iterable[str]) -> list[str]:
 def _unreadable(group: _Group, *, alone: bool) -> Iterator[str]:
     """Return what transformers' own reader of these folders cannot load, or loads with other values. alone: it is the
     one scheme of the model.
-
-    Raises:
-        ValueError: experts are integers with zero points, which vLLM's kernels for experts do not take.
     """
     scheme, modules = group
     expert = next(filter(EXPERT.match, modules), None)

@@ -126,7 +126,6 @@ class Filling:
                 self.model._init_weights(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _stack(self, name: str, pieces: list[Piece]) -> None:
-        """Float experts, one after another into their stack."""
         tensor = self.model.get_parameter(name)
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for piece in pieces:

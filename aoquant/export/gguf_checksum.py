@@ -48,7 +48,6 @@ def verify(path: Path) -> None:
 
 
 def _place(path: Path) -> int | None:
-    """Return the offset of the checksum's digits."""
     with reading(path), open(path, "rb") as file:
         at = file.read(_WITHIN).find(_HEAD)
     return None if at < 0 else at + len(_HEAD)

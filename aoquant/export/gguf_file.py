@@ -97,7 +97,6 @@ class _Decided(NamedTuple):
 
 
 def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]) -> _Decided:
-    """Decide everything that the file will hold, nothing written."""
     architecture = _architecture(source)
     scheme = kv_cache.scheme_of(source.modules, "gguf")
     contents = contents_of(source, store, skip, "gguf")
@@ -129,7 +128,6 @@ def _architecture(source: Source) -> Architecture:
 
 
 def _entries(source: Source, contents: Contents, architecture: Architecture) -> list[_Entry]:
-    """Every tensor of the file, in the order in which it is written."""
     names = architecture.names(source.config["num_hidden_layers"])
     entries, unknown = [], []
     # files and models list their tensors in orders of their own, which change with transformers' versions

@@ -76,7 +76,6 @@ def split_name(pre_tokenizer: dict[str, Any] | None) -> str:
 
 
 def _tokens(content: dict[str, Any], vocab_size: int, byte_fallback: bool) -> tuple[list[str], list[TokenType]]:
-    """The text and kind of every id."""
     by_id = {i: token for token, i in content["model"]["vocab"].items()}
     kinds: dict[int, TokenType] = {}
     for added in content.get("added_tokens", []):

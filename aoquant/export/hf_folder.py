@@ -109,7 +109,6 @@ def _identity(source: Source, target: str, skip: Sequence[str], size: int | str)
 
 
 def _copy(source: Source, folder: Path) -> None:
-    """Tokenizer, chat template, licence, generation config."""
     if source.folder is not None:
         for path in checkpoint.side_files(source.folder, _NOT_COPIED):
             with reading(path):

@@ -121,7 +121,6 @@ def _does_something(field: Any) -> bool:
 
 
 def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: list[Piece]) -> list[PackedTensor]:
-    """The packed experts of one parameter."""
     like = nn.Linear(1, 1, device="meta")  # config groups target classes, and an expert would be this one
     made: list[list[PackedTensor]] = []
     for piece in pieces:
@@ -247,7 +246,6 @@ def _check_width(part: str, packed: Tensor, wanted: tuple[int, int], bits: int) 
 
 
 def _activation(args: QuantizationArgs | None, parts: dict[str, Tensor]) -> Format | Operand | None:
-    """The engine's quantiser of the layer's input."""
     if args is None:
         return None
     kind = (args.num_bits, args.type, args.strategy)

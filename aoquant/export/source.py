@@ -190,7 +190,6 @@ def config_of(folder: Path) -> Any:
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:
-    """The float model of a folder's config.json, on meta."""
     config = config_of(folder)
     del config.quantization_config
     return empty(class_of(config), config)

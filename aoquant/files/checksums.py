@@ -197,11 +197,7 @@ def verify_unless_told(paths: Iterable[Path], *, configs: bool = False) -> None:
 
 
 def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums in a header, when those of the header itself hold; none where another library wrote it.
-
-    Raises:
-        ValueError: the header is damaged, or a newer aoquant wrote the file.
-    """
+    """Return the checksums in a header, when those of the header itself hold; none where another library wrote it."""
     if KEY not in metadata and not any(f'"{_METADATA}":"' in text for text in metadata.values()):
         return {}
     try:

@@ -122,7 +122,6 @@ def _transform(init: str, size: Any, dtype: str) -> Hadamard | None:
 
 
 def _leave_out(names: Any) -> LeaveOut:
-    """Return the filter of `modules_to_not_convert`; by default the head, where there is one."""
     names = ["lm_head"] if names is None else names
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"modules_to_not_convert must be a list of layers' names, such as ['lm_head'], got {names!r}")

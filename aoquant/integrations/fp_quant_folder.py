@@ -81,11 +81,7 @@ def load(
 
 
 def _parts(filling: Filling, name: str, wanted: str) -> dict[str, Tensor]:
-    """Read a layer's parts; a float weight stays to be read with the rest.
-
-    Raises:
-        ValueError: a part is missing.
-    """
+    """Read a layer's parts; a float weight stays to be read with the rest."""
     own = [part for part in _PARTS if f"{name}.{part}" in filling.stored]
     for part in own:
         if filling.stored[f"{name}.{part}"].shape == (0,):  # transformers' place holder
@@ -109,11 +105,7 @@ def _parts(filling: Filling, name: str, wanted: str) -> dict[str, Tensor]:
 
 
 def _transform(matrix: Tensor, block: int) -> tuple[Hadamard | None, Tensor | None]:
-    """Return the transform x T of a stored T, and the order of its columns where they are another one's than T's.
-
-    Raises:
-        ValueError: T is no Hadamard matrix with signs before the mixing, or orders columns across blocks.
-    """
+    """Return the transform x T of a stored T, and the order of its columns where they are another one's than T's."""
     size, t = matrix.shape[0], matrix.bfloat16().float()
     if t.shape == (size, size) and size in SIZES:
         eye, place = torch.eye(size, device=t.device), torch.arange(size, device=t.device)

@@ -314,7 +314,6 @@ def _check_storable(fqn: str, weight: Any) -> None:
 
 
 def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
-    """Return the PTQ config that makes this layer's weight."""
     weight: Any = module.weight
     _check_storable(fqn, weight)
     config = config_of(module)

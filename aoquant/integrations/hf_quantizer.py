@@ -260,7 +260,6 @@ def _check_classes(model: nn.Module, metadata: dict[str, str]) -> None:
 
 
 def _described(cls: str, transposed: bool) -> str:
-    """Name a class of packed weights and the way round that it is stored."""
     return f"{cls}{' (E, K, N)' if transposed else ''}"
 
 

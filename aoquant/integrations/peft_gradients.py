@@ -34,11 +34,7 @@ class _Gradient:
     fqn: str
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
-        """y with a gradient.
-
-        Raises:
-            ValueError: one is needed, and the values of this tensor class cannot be decoded.
-        """
+        """y with a gradient."""
         w, bias = layer.weight, layer.bias
         trains = inputs[0].requires_grad or (bias is not None and bias.requires_grad)
         if isinstance(w, PackedTensor) or config_of(layer) is None or not (trains and torch.is_grad_enabled()):

@@ -57,11 +57,9 @@ class _Merging:
         raise NotImplementedError
 
     def store(self, weight: Tensor) -> None:
-        """Make a sum the base's W."""
         self.adapted().data = weight
 
     def restore(self, kept: Tensor) -> None:
-        """Make W what it was."""
         self.adapted().data = kept
 
     @torch.no_grad()

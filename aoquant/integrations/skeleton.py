@@ -166,7 +166,6 @@ def build(
 def _source(
     change: Change, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Source:
-    """Return where a layer's weight, or stacked experts, are read from."""
     weight = change.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     if change.layer is None:

@@ -142,7 +142,6 @@ def model_on_meta(model: Path, dtype: torch.dtype | str = "auto") -> PreTrainedM
 
 
 def _stored(source: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of the source."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}: not a model folder, it has no config.json")
     checkpoint.side_files(source, _NOT_COPIED)  # raises here, before hours of work

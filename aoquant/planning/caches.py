@@ -115,11 +115,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
 
 
 def _check_names(model: nn.Module, modules: dict[str, nn.Module], config: Any, *, alone: bool) -> None:
-    """Warn of each name or pattern with a KV config, or of any where no layers are chosen, that matches no module.
-
-    Raises:
-        ValueError: one with a KV config matches other modules alone.
-    """
+    """Warn of each name or pattern with a KV config, or of any where no layers are chosen, that matches no module."""
     for key, value in _by_name(config).items():
         if key in ("_default", ALL_CACHES) or any(key_of({key: None}, fqn, default=False) for fqn in modules):
             continue
@@ -139,18 +135,15 @@ def _check_names(model: nn.Module, modules: dict[str, nn.Module], config: Any, *
 
 
 def _asks(config: Any) -> bool:
-    """Return whether a config quantises KV caches."""
     return isinstance(config, KVCacheConfig) or getattr(config, "kv_cache", None) is not None
 
 
 def _by_name(config: Any) -> dict[str, Any]:
-    """Return the configs by name of an FqnToConfig, or of one in a QATConfig."""
     base = getattr(config, "base_config", None)
     return next((dict(c.fqn_to_config) for c in (config, base) if isinstance(c, FqnToConfig)), {})
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return a config and those that it has by name."""
     return [config, *(ours(c) for c in _by_name(config).values())]
 
 

@@ -112,11 +112,7 @@ class _Rule:
     used: set[str] = field(default_factory=set)
 
     def chosen(self, module: nn.Module, names: list[str], stack: str = "") -> Chosen:
-        """Return a layer, or a stacked parameter of experts, with its config: None leaves it as it is.
-
-        Raises:
-            ValueError: its names have different configs.
-        """
+        """Return a layer, or a stacked parameter of experts, with its config: None leaves it as it is."""
         label = ", ".join(_join(fqn, stack) if stack else fqn for fqn in names)
         config, *others = [self._config(module, fqn, stack) for fqn in names]
         if any(other != config for other in others):
@@ -156,11 +152,7 @@ def is_asked(config: Any, filter_fn: Filter | None, fqn: str, module: nn.Module 
 
 
 def _unmet(model: nn.Module, by_name: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """The keys that mean nothing in the model.
-
-    Raises:
-        ValueError: such a key has a config, and names what is not quantised.
-    """
+    """The keys that mean nothing in the model."""
     unmet = [k for k in by_name if k not in used and k != "_default"]
     _refuse_within_experts(model, [k for k in unmet if by_name[k] is not None])
     return [k for k in unmet if not _is_float_parameter(model, k, by_name[k])]
@@ -250,11 +242,7 @@ def _refuse_within_experts(model: nn.Module, keys: Collection[str]) -> None:
 
 
 def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
-    """Return whether `key` names parameters, or modules without support, that its config (None) leaves as they are.
-
-    Raises:
-        ValueError: it has a config, and names a parameter that is no layer's weight.
-    """
+    """Return whether `key` names parameters, or modules without support, that its config (None) leaves as they are."""
     for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not _means(key, _join(fqn, name), exactly=True):
@@ -366,7 +354,6 @@ def _only_subclasses(model: nn.Module) -> str | None:
 
 
 def _unprepared(model: nn.Module) -> str:
-    """Return why there is nothing to convert."""
     packed = [name for name, p in model.named_parameters() if is_packed(p)]
     if packed:
         return (

@@ -224,7 +224,6 @@ def after(model: nn.Module, plan: Plan | None) -> Coverage:
 
 
 def _caches(model: nn.Module) -> tuple[Cache, ...]:
-    """The KV caches of a model that quantises one."""
     quantised = hook.quantised(model)
     found = []
     for fqn, module in hook.attentions(model).items() if quantised else ():
@@ -295,7 +294,6 @@ class _Reasons:
         return ("incompatible", reason) if reason is not None else self._float(tensor, owners)
 
     def _float(self, tensor: Tensor, owners: list[_Owner]) -> tuple[str, str]:
-        """(state, about) of a matrix that stays float."""
         fqn, name, module = owners[0]
         router = "a router, which decides what experts a token meets: stays float"
         if _is_adapter(self.model, fqn):

@@ -84,7 +84,6 @@ def share_outer_scales(model: nn.Module, groups: Sequence[Sequence[str]] | None 
 
 
 def _share(layers: Sequence[QATLinear], side: str) -> None:
-    """Give layers the largest outer scale that they hold for one side."""
     scales = [outer for layer in layers if (outer := held.read(layer, side).outer) is not None]
     if not scales:
         return

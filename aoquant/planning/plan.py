@@ -175,9 +175,6 @@ def _change(chosen: Chosen, *, has_gemm: bool = False, dtype: torch.dtype | None
 
     has_gemm: whether a linear layer shares an embedding's weight: an activation format is then for its inputs.
     dtype: that forward sees the weight in, where FSDP casts it.
-
-    Raises:
-        ValueError: it cannot have the config, without its name.
     """
     module, layer = chosen.module, kind_of(chosen.module)
     if isinstance(chosen.weight, GatheredWeight):
@@ -205,11 +202,7 @@ def _change(chosen: Chosen, *, has_gemm: bool = False, dtype: torch.dtype | None
 
 
 def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: torch.dtype) -> Target:
-    """The target of a weight that is prepared, or quantised at once.
-
-    Raises:
-        ValueError: it is prepared or quantised already, or the config cannot be deployed.
-    """
+    """The target of a weight that is prepared, or quantised at once."""
     layer = kind_of(chosen.module)
     leave = "leave it out with filter_fn" if layer else "leave it out by name"
     if prepared is not None and not (isinstance(config, QATConfig) and isinstance(config.backward, HybridConfig)):
@@ -231,7 +224,6 @@ def _new_target(chosen: Chosen, config: Any, prepared: Prepared | None, dtype: t
 
 
 def _why_not(change: Change, has_gemm: bool, dtype: torch.dtype | None) -> str | None:
-    """Return why a layer cannot have its change; None when it can."""
     module, step, kind = change.module, change.step, change.kind
     reason = _why_not_shape(change, has_gemm) or sharded.why_not(module, step, change.target.recipe, dtype)
     if reason is None and kind.transposed and step != "prepare" and isinstance(change.weight, DTensor):
@@ -276,7 +268,6 @@ def ours(config: Any, module: Any = None, prepared: Prepared | None = None) -> A
 
 
 def _hybrid(config: HybridConfig, module: Any, prepared: Prepared | None) -> QATConfig:
-    """A HybridConfig as the backward of a QATConfig."""
     if prepared is not None:
         earlier: QATConfig = prepared.config
         through = "identity" if earlier.backward == "quartet" else earlier.straight_through  # quartet's trust mask
@@ -335,7 +326,6 @@ def prepare_target(config: QATConfig) -> Target:
 
 
 def _check_base(hybrid: HybridConfig, target: Target) -> None:
-    """Raise ValueError where a HybridConfig names a forward, and its base deploys another."""
     named = hybrid.forward()
     asked = {slot: named.get(slot, getattr(target.recipe, slot)) for slot in ("fprop_input", "fprop_weight")}
     deployed = {slot: getattr(target.recipe, slot) for slot in asked}

@@ -192,12 +192,7 @@ def solve(cost: Sequence[Mapping[str, int]], lost: Sequence[Mapping[str, float]]
 
 
 def _configs(candidates: Any) -> dict[str, Any]:
-    """Return the PTQ config of each candidate, by its name.
-
-    Raises:
-        ValueError: there are none, or one candidate is given in their place; or a candidate has no recipe or format of
-            its name, or is no PTQ config that every layer can have.
-    """
+    """Return the PTQ config of each candidate, by its name."""
     if isinstance(candidates, str | Mapping) or not isinstance(candidates, Iterable):
         raise ValueError(
             f"choose_formats: candidates is a list of recipes, formats or configs, got {candidates!r}: give "
@@ -218,11 +213,7 @@ def _configs(candidates: Any) -> dict[str, Any]:
 
 
 def _changes(model: nn.Module, config: Any, filter_fn: Filter | None, skip: Sequence[str] = ()) -> dict[str, Change]:
-    """Return the change of each linear layer and each stack of experts under a config, by name, but of those to skip.
-
-    Raises:
-        ValueError: naming each layer that cannot have the config, or whose weight cannot be read by itself.
-    """
+    """Return the change of each layer and each stack of experts under a config, by name, but of those to skip."""
     planned = plan(model, by_layer({**dict.fromkeys(skip), "_default": config}) if skip else config, filter_fn)
     chosen = [*(c for c in planned.layers if c.kind.gemm), *planned.experts]
     problems = weight_problems(chosen)
@@ -257,13 +248,11 @@ def _matrices(change: Change) -> list[Tensor]:
 
 
 def _stored(change: Change) -> int:
-    """Return the bytes that a layer or a stack stores."""
     w_NK, *others = _matrices(change)
     return (1 + len(others)) * planned_bytes(change.target.recipe.fprop_weight, w_NK)
 
 
 def _codes(change: Change) -> list[Encoded]:
-    """Return the codes of a layer, or of each expert of a stack."""
     operand = change.target.recipe.fprop_weight
     return [operand.encode(w_NK.to(change.dtype).contiguous()) for w_NK in _matrices(change)]
 
@@ -286,12 +275,7 @@ def _check(changes: Mapping[str, Mapping[str, Any]], engine: str | None) -> None
 def _scores(
     model: nn.Module, changes: Mapping[str, Mapping[str, Change]], batches: Sequence[Any]
 ) -> dict[tuple[str, str], float]:
-    """Return the score of each layer or stack and candidate, per token.
-
-    Raises:
-        ValueError: naming the first layer whose input holds NaN or Inf, each layer that no batch reaches, or each layer
-            whose score is NaN or Inf; or the logits hold NaN or Inf, or all tokens are padding.
-    """
+    """Return the score of each layer or stack and candidate, per token."""
     first = next(iter(changes.values()))
     codes = {(fqn, name): _codes(c) for name, of in changes.items() for fqn, c in of.items()}
     scores, reached, broken = dict.fromkeys(codes, 0.0), set[str](), list[str]()

@@ -198,7 +198,6 @@ def _routed(call: blocks.Call, count: int, every: bool) -> blocks.Call:
 
 
 def _rows(module: Any, call: blocks.Call, name: str) -> list[tuple[int, Tensor]]:
-    """Return the rows that a stack gives each of its experts in a call."""
     found: list[tuple[int, Tensor]] = []
     with showing(module, {name: lambda expert, x: found.append((expert, x))}):
         call.run(module)

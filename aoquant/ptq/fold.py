@@ -97,7 +97,6 @@ def fold(
 
 
 def _is_rounded(layer: QATLinear | None) -> bool:
-    """Return whether a layer is quantised, and its weight rounded to codes."""
     recipe = None if layer is None else layer.prepared.recipe
     return recipe is not None and not recipe.fprop_weight.format.lossless and not recipe.history
 
@@ -194,7 +193,6 @@ class _Search:
         return best_C, least / max(none, 1e-300)
 
     def _error(self, s_C: Tensor) -> float:
-        """Return the squared error of the deployed layers' outputs."""
         s_K, lost = s_C[self.at_K], 0.0
         x_MK = (self.x_MK.float() / s_K).to(self.x_MK.dtype)
         for layer, w_NK, wanted_MN in zip(self.layers, self.weights, self.wanted, strict=True):

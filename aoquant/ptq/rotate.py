@@ -55,7 +55,6 @@ def random_hadamard(n: int, seed: int) -> Tensor:
 
 
 def _stream(model: nn.Module, structure: Structure) -> None:
-    """R1."""
     embedding = _embedding(model)
     width = embedding.embedding_dim
     modules: dict[str, Any] = dict(model.named_modules())
@@ -98,7 +97,6 @@ def _stream(model: nn.Module, structure: Structure) -> None:
 
 
 def _heads(model: nn.Module, structure: Structure) -> None:
-    """R2."""
     modules: dict[str, Any] = dict(model.named_modules())
     links = [link for link in structure.links if link.head and not is_norm(modules[link.source])]
     if not links:
@@ -124,11 +122,7 @@ def _heads(model: nn.Module, structure: Structure) -> None:
 
 
 def _embedding(model: Any) -> nn.Embedding:
-    """Return the embedding that begins the residual stream.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the embedding that begins the residual stream."""
     found = input_embeddings(model) or next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if not isinstance(found, nn.Embedding):
         raise ValueError(f"{type(model).__name__}: has no nn.Embedding, with which its residual stream would begin")
@@ -168,7 +162,6 @@ def _shared(a: Any, b: Any) -> bool:
 
 
 def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:
-    """Give the output head a weight of its own."""
     head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=embedding.weight.requires_grad)
     for config in _configs(model):
         if getattr(config, "tie_word_embeddings", None):

@@ -194,7 +194,6 @@ class _Run:
         self.block = ""  # "1 of 4"
 
     def rows(self) -> list[PTQRow]:
-        """Calibrate every block."""
         found = blocks.find(self.layers | self.stacks, self.model)
         body = blocks.below_head(self.model, found, self.batches)
         found = blocks.ordered(body, found, self.batches)
@@ -269,7 +268,6 @@ class _Run:
             setattr(module, own, weight)  # a layer holds views of the parts
 
     def _experts(self, visit: blocks.Visit, fqn: str) -> None:
-        """Calibrate the stacks of a module."""
         module = self.stacks[fqn]
         names = experts.in_order(visit, module)
         links.refuse({f"{fqn}.{name}": NOT_REACHED for name in module.stacks if name not in names})
@@ -348,7 +346,6 @@ class _Run:
             self._place(fqn, None if e is rounded[fqn] else e, row)
 
     def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> InputGram:
-        """Return the Gram matrices of a layer's input."""
         gram = InputGram(layer.matrix().shape[1], layer.weight.device, cross=visit.twin is not None)
         inside = fqn[len(visit.block.fqn) :].lstrip(".")
         for i in range(len(visit.calls)):

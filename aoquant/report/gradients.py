@@ -53,7 +53,6 @@ class _Call(NamedTuple):
 
 
 def _met(model: nn.Module, layers: list[QATLinear], batch: Any) -> list[tuple[_Call, Tensor]]:
-    """Return every call of the layers, and the gradient of its output."""
     calls: list[_Call] = []
 
     def remember(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:

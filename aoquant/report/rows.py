@@ -148,7 +148,6 @@ def _row_of_stack(pair: Pair, name: str, recipes: list[LinearRecipe]) -> Row:
 
 
 def _recipe_of_stack(module: nn.Module, name: str) -> LinearRecipe | None:
-    """Return the recipe of a stacked parameter; None for a float one."""
     if isinstance(module, QATExperts) and name in module.stacks:
         return module.stacks[name].recipe
     weight = getattr(module, name).data

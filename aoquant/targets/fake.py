@@ -56,11 +56,7 @@ def target(weight_config: Any, activation_config: Any) -> Target:
 
 
 def _side(config: Any, *, activation: bool) -> tuple[Format | Operand, str, str]:
-    """Return the format, the GEMM contract and, of a weight, how its scales are trained.
-
-    Raises:
-        ValueError: the config has no exact format here, or one of its fields has no meaning.
-    """
+    """Return the format, the GEMM contract and, of a weight, how its scales are trained."""
     if isinstance(config, str):
         return get_operand(config), "aoquant", "dynamic"
     if isinstance(config, Format | Operand):

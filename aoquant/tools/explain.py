@@ -198,7 +198,6 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
 def _routes(
     recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, state: str, known: _Known
 ) -> tuple[Route, ...]:
-    """Return the steps of a forward."""
     if isinstance(weight, PackedTensor):
         known = _Known(weight.encoded, bound=True)
     codes = known.codes

@@ -154,7 +154,6 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         return losses, o.batch_size * o.block / median(times[1:] or times) if times else 0.0
 
     def loss_of(rate: float) -> float:
-        """Train shortly at a rate; returns the validation loss."""
         model, short = prepared(trains=True), max(1, steps // SEARCH)
         after = o.fake_quant_after_n_steps * short // steps
         label = f"QAT {o.recipe} at {rate:g}"
@@ -311,7 +310,6 @@ def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
 
 
 def _reload(o: Options, ids_BT: Tensor, fingerprint: str | None) -> str:
-    """Return the verdict over the checkpoint, loaded again."""
     if fingerprint is None:
         return "written; not run, its kernel does not run here"
     checkpoint = o.out / "checkpoint"

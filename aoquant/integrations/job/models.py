@@ -131,9 +131,6 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
 def _read_directly(model: nn.Module, found: Plan, o: Options) -> dict[str, str]:
     """The layers to leave out because the model reads their weights directly, with the reasons, from one forward of two
     short sequences.
-
-    Raises:
-        ValueError: there are such layers, and --skip-incompatible is not given.
     """
     modules = {change.fqn: change.module for change in found.layers}
     ids = torch.zeros(2, 8, dtype=torch.long, device=next(model.parameters()).device)

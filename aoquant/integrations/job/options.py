@@ -292,7 +292,6 @@ def write_plan(layers: Mapping[str, str], path: Path, skip: Sequence[str] = ()) 
 
 
 def _of_type(path: Path, key: str, value: Any, type_: Any) -> Any:
-    """Return a YAML value as an option's type."""
     if get_origin(type_) is list:
         (item,) = get_args(type_)
         return [_of_type(path, key, v, item) for v in (value if isinstance(value, list) else [value])]

@@ -169,7 +169,6 @@ def _command(o: Options) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return how two commands differ, in words."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return [
         "input files have changed" if name == "input files" else f"{name} was {before.get(name)} and is {now.get(name)}"
