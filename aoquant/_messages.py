@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from torch import distributed, nn
@@ -65,33 +65,24 @@ def some(names: Sequence[str], count: int = 3) -> str:
 
 
 def track(items: Iterable[T], label: str, unit: str = "layer") -> Iterator[T]:
-    """Iterate over `items` behind a bar called `label`."""
+    """Iterate over `items` behind a bar called `label`, where there is a terminal."""
+    with _bar(len(items) if isinstance(items, Sized) else None, label, unit, disable=None, leave=False) as shown:
+        for item in items:
+            yield item
+            shown.update()
+
+
+def bar(total: int, label: str) -> Any:
+    """A bar over `total` bytes as `progress` gives it, where there is a terminal, with rate and remaining time."""
+    return _bar(total, label, "B", unit_scale=True, disable=None, leave=False)
+
+
+def _bar(total: int | None, label: str, unit: str, **options: Any) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        yield from items
-        return
-    total = len(items) if isinstance(items, Sized) else None
-    yield from tqdm(items, desc=label, total=total, unit=unit, disable=None, leave=False)
-
-
-@contextmanager
-def bar(total: int, label: str, unit: str = "B") -> Iterator[Callable[[int, str], None]]:
-    """A bar over `total` bytes, or other units, with rate and remaining time; gives the function to call with units
-    done and what they were.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda done, what: None
-        return
-    with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", disable=None, leave=False) as shown:
-
-        def advance(done: int, what: str) -> None:
-            shown.set_postfix_str(what, refresh=False)
-            shown.update(done)
-
-        yield advance
+        return Lines(total or 0, label, unit, show=False)
+    return tqdm(total=total, desc=label, unit=unit, **options)
 
 
 def progress(total: int, label: str, unit: str, *, show: bool = True) -> Any:
@@ -102,13 +93,9 @@ def progress(total: int, label: str, unit: str, *, show: bool = True) -> Any:
     """
     if distributed.is_available() and distributed.is_initialized():
         show = show and distributed.get_rank() == 0
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return Lines(total, label, unit, show=show)
-    if show and not sys.stderr.isatty():
+    if show and (not sys.stderr.isatty() or find_spec("tqdm") is None):
         return Lines(total, label, unit)
-    return tqdm(total=total, desc=label, unit=unit, disable=not show)
+    return _bar(total, label, unit, disable=not show)
 
 
 class Lines:

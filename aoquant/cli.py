@@ -421,36 +421,26 @@ def export(
 
 
 # Commands import what they need themselves: `aoquant formats` does not wait for transformers.
-COMMANDS = {
-    "run": "evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table",
-    "eval": "load a checkpoint, check that it is bit-equal to the run that wrote it, and score it",
-    "convert": "quantise a float checkpoint on disk, with one layer in memory at a time",
-    "choose": "choose a recipe for each layer under a budget of stored bits",
-    "export": "write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp",
-    "verify": "compare a folder with the checksums that it was written with",
-    "formats": "list the number formats",
-    "recipes": "list the recipes that run takes, or those for an engine and a GPU",
-    "doctor": "show what this machine can run, and why not the rest",
+COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "run": (_run, "evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"),
+    "eval": (evaluate, "load a checkpoint, check that it is bit-equal to the run that wrote it, and score it"),
+    "convert": (_convert, "quantise a float checkpoint on disk, with one layer in memory at a time"),
+    "choose": (choose, "choose a recipe for each layer under a budget of stored bits"),
+    "export": (export, "write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp"),
+    "verify": (verify, "compare a folder with the checksums that it was written with"),
+    "formats": (formats, "list the number formats"),
+    "recipes": (recipes, "list the recipes that run takes, or those for an engine and a GPU"),
+    "doctor": (doctor, "show what this machine can run, and why not the rest"),
 }
 
 
 def _command(name: str, arguments: list[str]) -> Callable[..., None]:
-    if name in ("run", "convert"):
-        return (_run if name == "run" else _convert)(arguments)
     if name == "recipes":
         import tyro
 
         recipes.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
-    commands: dict[str, Callable[..., None]] = {
-        "eval": evaluate,
-        "choose": choose,
-        "export": export,
-        "verify": verify,
-        "formats": formats,
-        "recipes": recipes,
-        "doctor": doctor,
-    }
-    return commands[name]
+    command, _ = COMMANDS[name]
+    return command(arguments) if name in ("run", "convert") else command  # whose options may come from a file
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -471,7 +461,7 @@ def main(arguments: list[str] | None = None) -> None:
             tyro.cli(command, prog=f"aoquant {chosen}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
         elif chosen in ("", "-h", "--help"):
             print("usage: aoquant {" + ",".join(COMMANDS) + "} [--help], or aoquant --version\n")
-            print("\n".join(f"  {name:9}{summary}" for name, summary in COMMANDS.items()))
+            print("\n".join(f"  {name:9}{summary}" for name, (_, summary) in COMMANDS.items()))
         elif chosen == "--version":
             from aoquant import __version__
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -158,7 +158,8 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
         config = replace(config, scales="dynamic" if anew else "static")
         recipe = prepare_target(config).recipe
         if not anew:
-            choices = [_of_experts(scales) for scales in zip(*map(_held, each), strict=True)]
+            firsts = zip(*map(_held, each), strict=True)
+            choices = [Scales(*(p[0] if p[0] is None else stacked(p) for p in zip(*s, strict=True))) for s in firsts]
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from None
     for scales in choices:
@@ -172,10 +173,6 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
         if all(_moved(w_NK, p, encode) for w_NK, p, encode in zip(matrices, each, encodes, strict=True)):
             return True
     return False
-
-
-def _of_experts(each: Sequence[Scales]) -> Scales:
-    return Scales(*(None if parts[0] is None else stacked(parts) for parts in zip(*each, strict=True)))
 
 
 def _same_anew(p: PackedTensor) -> bool:
@@ -237,7 +234,8 @@ def _moved(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) -> bo
         if _same(encode(), p.encoded):
             return True
         got = format.decode(encode(), torch.float32)
-        weight.copy_(torch.where(got == wanted, weight, _towards(weight, wanted - got)))
+        limits = torch.copysign(torch.full_like(wanted, torch.inf), wanted - got).to(weight.dtype)
+        weight.copy_(torch.where(got == wanted, weight, torch.nextafter(weight, limits)))
     return _same(encode(), p.encoded)
 
 
@@ -273,7 +271,3 @@ def _same(e: Encoded, wanted: Encoded) -> bool:
 
 def _bytes(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
-
-
-def _towards(weight: Tensor, direction: Tensor) -> Tensor:
-    return torch.nextafter(weight, torch.copysign(torch.full_like(direction, torch.inf), direction).to(weight.dtype))

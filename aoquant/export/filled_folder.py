@@ -67,7 +67,7 @@ class Folder(Staged):
                 room = checksums.encoded(dict.fromkeys(held, 0), metadata)
                 reserve(self.path / file, inside, {**metadata, checksums.KEY: room})
             places |= header(self.path / file).tensors
-        with bar(size, "export") as advance:
+        with bar(size, "export") as shown:
             pending: list[str] = []
             unflushed = 0
             for group, names in groups.items():
@@ -82,7 +82,8 @@ class Folder(Staged):
                     if unflushed >= FLUSHED:
                         self._note(pending, places)
                         pending, unflushed = [], 0
-                advance(amount, group)
+                shown.set_postfix(tensor=group)
+                shown.update(amount)
             self._note(pending, places)
         metadata[checksums.FOLDER] = checksums.of_folder(self.sums)
         for file, held in split.filename_to_tensors.items():

@@ -93,7 +93,7 @@ class Filling:
                 self._stack(name, pieces)
         named = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
         places = {name: tensor for name, tensor in named if not self.stacks.get(name)}
-        with bar(sum(stored.size for stored in self.stored.values()), "load") as advance:
+        with bar(sum(stored.size for stored in self.stored.values()), "load") as shown:
             for name in sorted(self.stored):
                 stored = self.stored[name]
                 tensor = places.get(name)
@@ -104,7 +104,8 @@ class Filling:
                 floats = {stored.dtype, tensor.dtype} <= {*FLOAT_DTYPES}
                 values = stored.read()
                 self._set(name, values.to(tensor.dtype) if floats else values, tensor.requires_grad)
-                advance(stored.size, name)
+                shown.set_postfix(tensor=name)
+                shown.update(stored.size)
         model = self.model
         model.tie_weights()
         self._compute()

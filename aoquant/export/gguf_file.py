@@ -167,7 +167,7 @@ def _fill(
 ) -> None:
     config = source.config
     parts: dict[str, Tensor] = {}
-    with bar(sum(e.nbytes for e in entries), "export") as advance:
+    with bar(sum(e.nbytes for e in entries), "export") as shown:
         for entry in entries:
             if not entry.source:
                 factors = gguf_arch.rope_factors(config)
@@ -183,7 +183,8 @@ def _fill(
             else:
                 data = _float(entry, values(source.weights[entry.source]), architecture, config)
             writer.write_tensor_data(_numpy(data))
-            advance(entry.nbytes, entry.name)
+            shown.set_postfix(tensor=entry.name)
+            shown.update(entry.nbytes)
 
 
 def _float(entry: _Entry, t: Tensor, architecture: Architecture, config: dict[str, Any]) -> Tensor:

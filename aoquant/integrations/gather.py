@@ -62,7 +62,9 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         parameters = [p._module_info.param_name, *p._module_info.shared_param_names]
         read = [_prepared(m, name) for m, name in zip(layers, parameters, strict=True)]
         if not read or any(r is None for r in read):
-            found |= _as_values(p, names)
+            pairs = zip(layers, parameters, strict=True)
+            if embedding := next((m for m, n in pairs if isinstance(m, QATEmbedding) and n == "weight"), None):
+                found[names.get(embedding, "")] = "bf16: an embedding reads rows of its weight"
             continue
         fqn = names.get(layers[0], "")
         stack = isinstance(layers[0], QATExperts)
@@ -101,18 +103,6 @@ def _prepared(module: nn.Module, parameter: str) -> Any:
     if isinstance(module, QATExperts):
         return module.stacks.get(parameter)
     return module.prepared if isinstance(module, QATLinear) and parameter == "weight" else None
-
-
-def _as_values(p: Any, names: dict[nn.Module, str]) -> dict[str, str]:
-    """Name an embedding's weight, and say that it is gathered in bf16."""
-    info = p._module_info
-    for module, parameter in (
-        (info.module, info.param_name),
-        *zip(info.shared_modules, info.shared_param_names, strict=True),
-    ):
-        if isinstance(module, QATEmbedding) and parameter == "weight":
-            return {names.get(module, ""): "bf16: an embedding reads rows of its weight"}
-    return {}
 
 
 def _why_not(recipe: LinearRecipe, p: Any) -> str | None:

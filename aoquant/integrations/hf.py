@@ -177,11 +177,6 @@ def _loading(folder: Path, model_class: Any, verify_checksums: bool) -> Iterator
         raise
 
 
-_RESIZED = (
-    "quantised embeddings are not resized, so resize the float model (resize_token_embeddings) and convert it again"
-)
-
-
 def _misfits(model: nn.Module, info: Mapping[str, Any], quantised: Mapping[str, str]) -> list[str]:
     """Return how a loaded model differs from its checkpoint. quantised: classes of tensors by name."""
     problems = [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}" for kind, found in info.items() if found]
@@ -194,12 +189,13 @@ def _misfits(model: nn.Module, info: Mapping[str, Any], quantised: Mapping[str, 
     for name, w in weights.items():
         if w.shape != expected[name]:
             rows = len(expected[name]) == 2 and expected[name][0] == getattr(model.config, "vocab_size", None)
-            why = (
-                f" for the vocab_size of config.json: {_RESIZED}" if rows and w.shape[1:] == expected[name][1:] else ""
-            )
-            problems.append(
-                f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name])} in the model{why}"
-            )
+            problem = f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name])} in the model"
+            if rows and w.shape[1:] == expected[name][1:]:
+                problem += (
+                    " for the vocab_size of config.json: quantised embeddings are not resized, so resize the float model "
+                    "(resize_token_embeddings) and convert it again"
+                )
+            problems.append(problem)
     return problems
 
 

@@ -76,20 +76,19 @@ class Source:
 
     def read(self, unit: int | None) -> Tensor:
         """Return a unit's float weight (N, K). Raises ValueError: it holds NaN or Inf."""
-        weight = self._read(unit).to(self.dtype)
+        if not isinstance(self.stored, StoredTensor):
+            assert unit is not None
+            weight = torch.cat([source.read() for source in self.stored[unit]])
+        elif unit is None:
+            weight = self.stored.read()
+        else:
+            weight = self.stored.rows(unit, unit + 1)[0]
+            weight = weight.t() if is_transposed(self.change.module) else weight
+        weight = weight.to(self.dtype)
         if reason := not_finite(weight):
             expert = "" if unit is None else f", expert {unit}"
             raise ValueError(f"{self.change.fqn}{expert} {tuple(weight.shape)}: {reason}")
         return weight
-
-    def _read(self, unit: int | None) -> Tensor:
-        if not isinstance(self.stored, StoredTensor):
-            assert unit is not None
-            return torch.cat([source.read() for source in self.stored[unit]])
-        if unit is None:
-            return self.stored.read()
-        weight = self.stored.rows(unit, unit + 1)[0]
-        return weight.t() if is_transposed(self.change.module) else weight
 
 
 def with_shared_scales(sources: Sequence[Source], device: torch.device | str) -> list[Source]:

@@ -78,7 +78,9 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     """
     found = CachePlan(config)
     config = ours(config)
-    if not _concerns_caches(model, config):
+    parts = _parts(config)
+    converts = any(getattr(c, "step", "") == "convert" for c in parts) and bool(hook.quantised(model))
+    if not (converts or any(map(_asks, parts))):
         return found
     modules = {fqn: m for fqn, m in hook.attentions(model).items() if not hook.shares(m)}
     found.layers = _of_layers(model, modules, config)
@@ -104,7 +106,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         raise ValueError(
             f"{len(others)} KV cache(s) were prepared otherwise: give convert the same, or none; the model is unchanged:{listed(others)}"
         )
-    asked = found.layers is None or any(map(_asks, _parts(config)))
+    asked = found.layers is None or any(map(_asks, parts))
     if asked and not (found.prepared or found.quantised or found.converted):
         raise ValueError(
             f"no KV cache to quantise: the {type(model).__name__} has no attention module, with a cache among the arguments of its "
@@ -145,12 +147,6 @@ def _by_name(config: Any) -> dict[str, Any]:
 
 def _parts(config: Any) -> list[Any]:
     return [config, *(ours(c) for c in _by_name(config).values())]
-
-
-def _concerns_caches(model: nn.Module, config: Any) -> bool:
-    parts = _parts(config)
-    converts = any(getattr(c, "step", "") == "convert" for c in parts)
-    return any(map(_asks, parts)) or (converts and bool(hook.quantised(model)))
 
 
 def _of_cache(config: Any, fqn: str) -> Any:

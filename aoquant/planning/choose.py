@@ -91,7 +91,9 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
             picked = _picks(module, names, by_name, filter_fn)
             if picked is not None:
                 (found.picked if picked else found.left_out).add(id(module))
-    unmet = _unmet(model, keys, rule.used)
+    unmet = [k for k in keys if k not in rule.used and k != "_default"]
+    _refuse_within_experts(model, [k for k in unmet if keys[k] is not None])
+    unmet = [k for k in unmet if not _is_float_parameter(model, k, keys[k])]
     if not _for_experts_alone(unmet) or set(unmet) != set(keys):  # `nothing_chosen` says it better
         _warn_of_unmet(unmet, every, filter_fn)
     return found
@@ -149,13 +151,6 @@ def is_asked(config: Any, filter_fn: Filter | None, fqn: str, module: nn.Module 
     if filter_fn is None or module is None:
         return True
     return any(filter_fn(m, _join(fqn, name) if name else fqn) for name, m in module.named_modules())
-
-
-def _unmet(model: nn.Module, by_name: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """The keys that mean nothing in the model."""
-    unmet = [k for k in by_name if k not in used and k != "_default"]
-    _refuse_within_experts(model, [k for k in unmet if by_name[k] is not None])
-    return [k for k in unmet if not _is_float_parameter(model, k, by_name[k])]
 
 
 def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: str = "weight") -> str | None:

@@ -19,6 +19,7 @@ from aoquant.config import QATConfig
 from aoquant.experts.packed_experts import packed_experts, stacked
 from aoquant.experts.prepared import QATExperts, QATReadExperts
 from aoquant.formats import Encoded
+from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.plan import plan_layer
 from aoquant.planning.stack_changes import apply
@@ -135,10 +136,15 @@ def place(fqn: str, module: Any, name: str, codes: Encoded | None, *, packs: boo
         packed = [PackedTensor.from_encoded(e, prepared.recipe.deployed, weight.dtype) for e in each]
         together = packed_experts(packed, transposed=module.is_transposed)
         if not stack_with_codes(stack, module, name, together, prepared.config):
-            raise ValueError(
-                f"{stack}: {prepared.recipe.fprop_weight.name}: no {str(weight.dtype).removeprefix('torch.')} weight gives these codes: "
-                "calibrate the model in float32. The model is unchanged"
-            )
+            raise no_weight(stack, prepared.recipe, weight.dtype)
+
+
+def no_weight(fqn: str, recipe: LinearRecipe, dtype: torch.dtype) -> ValueError:
+    """Return the error for codes that no weight of a dtype has when it is encoded again."""
+    return ValueError(
+        f"{fqn}: {recipe.fprop_weight.name}: no {str(dtype).removeprefix('torch.')} weight gives these codes: calibrate the "
+        "model in float32. The model is unchanged"
+    )
 
 
 def _counted(few: dict[int, int]) -> str:

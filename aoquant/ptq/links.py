@@ -140,7 +140,7 @@ def _find(model: nn.Module, modules: dict[str, Any], batch: Any) -> Structure:
     alike: dict[str, list[Link]] = {}
     for source, layers in direct.items():
         channels = torch.arange(matrix_of(modules[layers[0]]).shape[1], device="cpu")
-        alike.setdefault(_own(source), []).append(Link(source, tuple(layers), channels))
+        alike.setdefault(source.rpartition(".")[2], []).append(Link(source, tuple(layers), channels))
     everything = [link for links in alike.values() for link in links]
     found = proved(everything) or [link for links in alike.values() for link in proved(links)]
     known = {layer for link in found for layer in link.layers}
@@ -150,10 +150,6 @@ def _find(model: nn.Module, modules: dict[str, Any], batch: Any) -> Structure:
         found += (held := proved(new))
         known |= {layer for link in held for layer in link.layers}
     return Structure(found, read, reached)
-
-
-def _own(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _read(model: nn.Module, modules: dict[str, Any], batch: Any) -> tuple[dict[str, str], set[str]]:

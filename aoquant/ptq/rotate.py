@@ -63,8 +63,9 @@ def _stream(model: nn.Module, structure: Structure) -> None:
     problems = {n: why for n, m in norms.items() if (why := _why_no_norm(n, m, modules, links, structure)) is not None}
     readers = {n: link for link in links.values() for n in link.layers}
     writers = [n for n, m in modules.items() if is_linear(m) and len(matrix_of(m)) == width and n not in readers]
-    head = output_embeddings(model)
-    tied = {n for n, m in modules.items() if m is head} if head is not None and _shared(head, embedding) else set()
+    head: Any = output_embeddings(model)
+    is_tied = head is not None and identity(head.weight) == identity(embedding.weight)
+    tied = {n for n, m in modules.items() if is_tied and m is head}
     embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width]
     shared = tied | {n for n in embeddings if tied and modules[n] is embedding}  # these two are untied below
     problems |= why_not_replaced(modules, [n for n in (*norms, *readers, *writers, *embeddings) if n not in shared])
@@ -155,10 +156,6 @@ def _commutes(norm: Any) -> bool:
     v = torch.nn.functional.normalize(torch.arange(1.0, len(weight) + 1, device=weight.device), dim=0)
     y, turned = (bare(norm, unit, t) for t in (x, x - 2 * (x @ v)[:, None] * v))
     return torch.allclose(turned, y - 2 * (y @ v)[:, None] * v, atol=1e-3)
-
-
-def _shared(a: Any, b: Any) -> bool:
-    return identity(a.weight) == identity(b.weight)
 
 
 def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:

@@ -348,19 +348,15 @@ class _Run:
     def _gram(self, visit: blocks.Visit, fqn: str, layer: QATLinear) -> InputGram:
         gram = InputGram(layer.matrix().shape[1], layer.weight.device, cross=visit.twin is not None)
         inside = fqn[len(visit.block.fqn) :].lstrip(".")
-        for i in range(len(visit.calls)):
-            gram.add(*self._rows(visit, inside, layer, i))
+        for i, given in enumerate(visit.calls):
+            call, float_call = blocks.call_of(visit.block.module, layer, given), None
+            if visit.twin is not None:
+                float_call = blocks.call_of(visit.twin, visit.twin.get_submodule(inside), visit.float_calls[i])
+            gram.add(
+                None if call is None else multiplied(layer, call.input, call.mask),
+                None if float_call is None else multiplied(layer, float_call.input, float_call.mask, rounded=False),
+            )
         return gram
-
-    def _rows(self, visit: blocks.Visit, inside: str, layer: QATLinear, i: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return what a layer multiplies its weight by in call i of its block, and in that of the float block."""
-        call, float_call = blocks.call_of(visit.block.module, layer, visit.calls[i]), None
-        if visit.twin is not None:
-            float_call = blocks.call_of(visit.twin, visit.twin.get_submodule(inside), visit.float_calls[i])
-        return (
-            None if call is None else multiplied(layer, call.input, call.mask),
-            None if float_call is None else multiplied(layer, float_call.input, float_call.mask, rounded=False),
-        )
 
     def _place(self, fqn: str, encoded: Encoded | None, row: PTQRow) -> None:
         """Give a layer its codes: from now on it computes what it will compute when it is deployed."""
@@ -394,10 +390,7 @@ class _Run:
         packed = PackedTensor.from_encoded(encoded, layer.prepared.recipe.deployed, layer.weight.dtype)
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         if not with_codes(layer, packed):
-            raise ValueError(
-                f"{fqn}: {operand_name(layer)}: no {str(layer.weight.dtype).removeprefix('torch.')} weight gives these codes: calibrate "
-                "the model in float32. The model is unchanged"
-            )
+            raise experts.no_weight(fqn, layer.prepared.recipe, layer.weight.dtype)
 
 
 @contextmanager
@@ -424,11 +417,6 @@ def _not_shown(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:
             "to the nearest; the report counts them: give more batches, or all_experts=True"
         )
     return found
-
-
-def operand_name(layer: QATLinear) -> str:
-    """Return the name of a layer's weight format."""
-    return layer.prepared.recipe.fprop_weight.name
 
 
 def _alike(layers: dict[str, QATLinear]) -> list[list[str]]:

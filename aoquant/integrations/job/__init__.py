@@ -44,7 +44,7 @@ from aoquant.integrations.job.models import (
     probe,
     why_not_run,
 )
-from aoquant.integrations.job.needs import Estimate, estimate
+from aoquant.integrations.job.needs import fitting
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml, write_plan
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
@@ -98,7 +98,7 @@ def engine_format(config: Any) -> str:
 
 def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     assert o.dtype is not None and o.preset is not None and o.loss is not None  # the options chose one of each
-    if (needs := ranks.share(lambda: _fits(o, ranks.size))) is not None and ranks.first:
+    if (needs := ranks.share(lambda: fitting(o, ranks.size))) is not None and ranks.first:
         print(needs, file=sys.stderr, flush=True)
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     ranks.share(lambda: check_window(float_model, tokenizer, o.window))
@@ -231,14 +231,6 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     )
     folder.forget(PREPARED)
     return result
-
-
-def _fits(o: Options, ranks: int) -> Estimate | None:
-    """Return the estimate of a run. Raises ValueError where it needs more memory than is free."""
-    found = estimate(o, ranks)
-    if found is not None:
-        found.check()
-    return found
 
 
 def _finish(

@@ -115,6 +115,13 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
     return Estimate(largest, stages[largest], free_memory(o.device), seconds)
 
 
+def fitting(o: Options, ranks: int) -> Estimate | None:
+    """Return the estimate of a run. Raises ValueError where it needs more memory than is free."""
+    if (found := estimate(o, ranks)) is not None:
+        found.check()
+    return found
+
+
 def trace(model: str, dtype: torch.dtype, device: str, block: int, frozen: Sequence[str] = ()) -> Traced | None:
     """Run the model of a folder or hub id on fake tensors. None: there is no model, or it looks at values."""
     found = _traced(model, dtype, device, block, frozen)
