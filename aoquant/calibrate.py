@@ -9,7 +9,7 @@ own `measure` makes the scale. A layer with a fitted transform adds up the Gram 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -80,16 +80,15 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
         for s in seen.values():
             if isinstance(s, Gram):
                 s.reduce()
-    found = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
+    found: dict[str, Any] = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
     cached = hook.calibrated(caches)
-    wrong = {fqn: scales for fqn, scales in cached.items() if isinstance(scales, str)}
-    _refuse({fqn: f.why_not for fqn, f in found.items() if f.why_not} | wrong)
+    _refuse({fqn: why for fqn, why in (*found.items(), *cached.items()) if isinstance(why, str)})
     for fqn, module in caches.items():
         for name, scale in dict(cached[fqn]).items():  # type: ignore[arg-type]
             module.get_buffer(name).copy_(scale)
         module.kv_quant.calibrated = True
     for fqn, layer in layers.items():
-        for side, scales in found[fqn].by_side.items():
+        for side, scales in found[fqn].items():
             watched = seen.get(fqn)
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
@@ -198,14 +197,8 @@ def _reduce(ranges: list[Range]) -> None:
             r.dims, r.extrema = dims[0], torch.stack((low.amin(), high.amax()))
 
 
-class _Found(NamedTuple):
-    """New scales by side, and why they cannot be used, or None."""
-
-    by_side: dict[str, Scales]
-    why_not: str | None = None
-
-
-def _scales(layer: QATLinear, seen: Range | Gram | None) -> _Found:
+def _scales(layer: QATLinear, seen: Range | Gram | None) -> dict[str, Scales] | str:
+    """Return new scales by side, or why they cannot be used."""
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
     if recipe.weight_scales in SCALES[1:]:
@@ -215,41 +208,34 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> _Found:
     if seen is not None:
         assert recipe.fprop_input is not None
         if seen.extrema is None:
-            return _Found(scales, NOT_REACHED)
+            return NOT_REACHED
         low, high = seen.extrema.tolist()
+        ranged = f"its input ranged from {low} to {high}"
         if not (abs(low) < float("inf") and abs(high) < float("inf")):
-            return _Found(
-                scales, f"its input ranged from {low} to {high}: look for the NaN or Inf in the data or the weights"
-            )
+            return f"{ranged}: look for the NaN or Inf in the data or the weights"
         if low == high == 0:
-            return _Found(
-                scales,
-                "its input was zero throughout, which gives no scale: run other batches, or leave the layer out",
-            )
+            return "its input was zero throughout, which gives no scale: run other batches, or leave the layer out"
         scales["input"] = recipe.fprop_input.format.measure(seen.extrema.view(1, 2))
         used = (scales["input"].scale, scales["input"].outer)
         if any(t is not None and not bool((t > 0).all()) for t in used):
             narrow = str(seen.extrema.dtype).removeprefix("torch.")
-            return _Found(
-                scales,
-                f"its input ranged from {low} to {high}, too little for a scale in {narrow}: calibrate in bfloat16 or float32",
-            )
-    return _Found(scales)
+            return f"{ranged}, too little for a scale in {narrow}: calibrate in bfloat16 or float32"
+    return scales
 
 
-def _fitted(layer: QATLinear, seen: Gram) -> _Found:
+def _fitted(layer: QATLinear, seen: Gram) -> dict[str, Scales] | str:
     """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have
     one eigensolver.
     """
     if seen.rows == 0:
-        return _Found({}, NOT_REACHED)
+        return NOT_REACHED
     weight, size = layer.matrix().detach(), seen.total.shape[-1]
     try:
         of_x, of_w = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
     except ValueError as error:
-        return _Found({}, str(error))
+        return str(error)
     if distributed.is_available() and distributed.is_initialized():
         of_x, of_w = of_x.to(weight.device), of_w.to(weight.device)
         for t in (of_x, of_w):
             distributed.broadcast(t, 0)
-    return _Found({"input": Scales(transform=of_x), "weight": Scales(transform=of_w)})
+    return {"input": Scales(transform=of_x), "weight": Scales(transform=of_w)}

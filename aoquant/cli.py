@@ -317,18 +317,10 @@ def formats() -> None:
     Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the
     batch.
     """
-    rows = []
-    for name in list_formats():
-        f = get_format(name)
-        rows.append(
-            (
-                name,
-                f.bits,
-                f.block or "-",
-                round(f.bits_per_weight(4096, 4096), 3),
-                "yes" if f.batch_invariant else "no",
-            )
-        )
+    rows = [
+        (f.name, f.bits, f.block or "-", round(f.bits_per_weight(4096, 4096), 3), "yes" if f.batch_invariant else "no")
+        for f in map(get_format, list_formats())
+    ]
     _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)", "batch-invariant"))
     print()
     _print_table(list(COMPOSED.items()), ("names that are put together, such as", "what it is"))

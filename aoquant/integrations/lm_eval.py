@@ -39,6 +39,7 @@ from aoquant._messages import progress as progress_bar
 from aoquant.integrations.text import Source, beginning, described, find_pages, read_jsonl
 
 TASK = "wikitext_local"
+METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 WINDOW = 2048  # by default: logits of 32 768 positions and 262 144 tokens would take 34 GB
 
 
@@ -140,7 +141,7 @@ def evaluate(
     samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])  # ranks follow one another there
     scored = [sample["word_perplexity"] for sample in samples]  # (loglikelihood, words)
     return Perplexity(
-        **{name: metrics[f"{name},none"] for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")},
+        **{name: metrics[f"{name},none"] for name in METRICS},
         window=window,
         documents=int(results["n-samples"][task]["effective"]),
         source="EleutherAI/wikitext_document_level" if pages is None else described(pages),

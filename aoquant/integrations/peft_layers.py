@@ -42,19 +42,9 @@ class _Merging:
     kept: list[Tensor]
     lora_A: Any
     merged_adapters: list[str]
-
-    @property
-    def label(self) -> str:
-        """Return the name of what is adapted, for errors."""
-        raise NotImplementedError
-
-    def adapted(self) -> Tensor:
-        """Return the parameter that adapters are added to."""
-        raise NotImplementedError
-
-    def sum_with(self, adapters: list[str]) -> Tensor:
-        """Return W with adapters added, as forward multiplies by it."""
-        raise NotImplementedError
+    label: Any  # name of what is adapted, for errors
+    adapted: Any  # () -> the parameter that adapters are added to
+    sum_with: Any  # (adapters) -> W with these added, as forward multiplies by it
 
     def store(self, weight: Tensor) -> None:
         self.adapted().data = weight
@@ -95,6 +85,7 @@ class _LoraLinear(_Merging, Linear):
     """
 
     base: str
+    bad_start: Any  # (init_lora_weights) -> why it cannot be had, as it changes the base weight; None when it can
     refused: tuple[str, ...] = ("lora_bias", "fan_in_fan_out", "use_qalora")
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
@@ -104,7 +95,8 @@ class _LoraLinear(_Merging, Linear):
 
     def why_not(self, config: Any) -> str | None:
         """Return why an option of `config` cannot be had here, and what to do; None when all can."""
-        if (reason := self.bad_start(config.init_lora_weights)) is not None:
+        reason: str | None = self.bad_start(config.init_lora_weights)
+        if reason is not None:
             return reason
         for option in self.refused:
             if getattr(config, option):
@@ -112,10 +104,6 @@ class _LoraLinear(_Merging, Linear):
         if self.resolve_lora_variant(config=config) is not None:
             return f"variants of LoRA, such as DoRA, are not supported on {self.base}: use plain LoRA"
         return None
-
-    def bad_start(self, how: Any) -> str | None:
-        """Return why an init_lora_weights, which changes the base weight, cannot be had; None when it can."""
-        raise NotImplementedError
 
     @property
     def label(self) -> str:

@@ -97,12 +97,12 @@ def plan(
     problems += _tied_scales(changes)
     if problems:
         raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:{listed(problems)}")
-    if not changes and not stacks and skipped:
-        reasons = listed(skipped.values())
-        raise ValueError(
-            f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:{reasons}"
-        )
     if not changes and not stacks:
+        if skipped:
+            why = listed(skipped.values())
+            raise ValueError(
+                f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:{why}"
+            )
         own = ours(config)
         converts = isinstance(own, QATConfig) and own.step == "convert"
         raise ValueError(nothing_chosen(model, converts=converts, keys=keys_of(config)))

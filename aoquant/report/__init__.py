@@ -189,9 +189,7 @@ def report(
         sqnr = gradients_of(b, batch) if gradients else {}
     found = {pair.fqn: sqnr[id(pair.b)] for pair in pairs if id(pair.b) in sqnr}
     rows = tuple(replace(row, **found.get(row.fqn, {})) for _, row in made)
-    output = Row(
-        MODEL_OUTPUT, (), "", "", None, None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
-    )
+    output = Row(MODEL_OUTPUT, output_sqnr_db=decibels, warning=problem and f"not run: {problem}")
     once = {id(w): (w.dtype.itemsize, row) for w, row in made}.values()
     before = sum(itemsize * math.prod(row.shape) for itemsize, row in once)
     after = sum(row.bytes or 0 for _, row in once)

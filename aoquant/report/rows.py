@@ -45,18 +45,18 @@ class Row:
     """
 
     fqn: str
-    shape: tuple[int, ...]
-    format: str
-    activation: str
-    batch_invariant: bool | None
-    bits_per_weight: float | None
-    weight_sqnr_db: float | None
-    output_sqnr_db: float | None
-    backend: str
-    saturated_share: float | None
-    floored_share: float | None
-    bytes: int | None
-    warning: str
+    shape: tuple[int, ...] = ()
+    format: str = ""
+    activation: str = ""
+    batch_invariant: bool | None = None
+    bits_per_weight: float | None = None
+    weight_sqnr_db: float | None = None
+    output_sqnr_db: float | None = None
+    backend: str = ""
+    saturated_share: float | None = None
+    floored_share: float | None = None
+    bytes: int | None = None
+    warning: str = ""
     calls: tuple[int, int] = (0, 0)
     input_gradient_sqnr_db: float | None = None
     weight_gradient_sqnr_db: float | None = None
@@ -85,8 +85,6 @@ def _row(pair: Pair, fqn: str, shape: tuple[int, ...], recipes: list[LinearRecip
         "bits_per_weight": 8 * size / math.prod(shape),
         "output_sqnr_db": pair.output_sqnr,
         "backend": pair.backend,
-        "saturated_share": None,
-        "floored_share": None,
         "bytes": size,
         "warning": "; ".join(filter(None, (first, *problems))),
         "calls": (pair.calls[0], pair.calls[1]),

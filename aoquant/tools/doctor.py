@@ -224,13 +224,9 @@ def _try(recipe: Recipe, device: str) -> Tried:
         qat = layer.linear
         assert isinstance(qat, QATLinear)
         contract = qat.prepared.recipe.contract
-        reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
-        return Tried(
-            recipe.name,
-            "yes",
-            _line(error) if isinstance(error, ValueError) else reason or _line(error),
-            "not run",
-        )
+        missing = contract in mslk.OPERATORS and not isinstance(error, ValueError)
+        reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if missing else None
+        return Tried(recipe.name, "yes", reason or _line(error), "not run")
     return Tried(recipe.name, "yes", "yes", "bit-equal" if same else "DIFFERENT")
 
 

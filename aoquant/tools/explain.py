@@ -153,23 +153,15 @@ def _cache(module: torch.nn.Module, dtype: torch.dtype | None) -> Routes:
     triton = "runs" if lacks is None else f"does not write {lacks} of {dtype} on {like.device.type}"
     latent = "latent attention is decoded first" if hook.is_latent(module) else None
     reason = latent or kv.why_not_attend(k, v, dim, dtype, like.device)
-    decoded = (
-        "the model's attention function, on decoded values",
-        "willing, lower priority" if reason is None else "runs",
+    own, willing = "the model's attention function, on decoded values", "willing, lower priority"
+    write = [("triton", triton), ("torch", "runs" if lacks else willing)]
+    one = [("triton, to the bytes themselves", reason or "runs"), (own, "runs" if reason else willing)]
+    routes = (
+        Route("write the cache", 1, None, write),
+        Route("attend", 1, 1, one),
+        Route("attend", 2, None, [(own, "runs")]),
     )
-    return Routes(
-        f"{quant.fqn}: {state} KV cache, {about}; {size or 'unknown'} bytes a token",
-        (
-            Route(
-                "write the cache",
-                1,
-                None,
-                [("triton", triton), ("torch", "runs" if lacks else "willing, lower priority")],
-            ),
-            Route("attend", 1, 1, [("triton, to the bytes themselves", reason or "runs"), decoded]),
-            Route("attend", 2, None, [(decoded[0], "runs")]),
-        ),
-    )
+    return Routes(f"{quant.fqn}: {state} KV cache, {about}; {size or 'unknown'} bytes a token", routes)
 
 
 def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | None, gpu: str | None) -> Routes:

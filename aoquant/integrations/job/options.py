@@ -180,15 +180,12 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
             raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        if (self.steps is not None and self.steps < 1) or self.batch_size < 1 or self.block < 2:
-            raise ValueError(
-                f"steps, batch_size and block must be positive, got {self.steps}, {self.batch_size}, {self.block}"
-            )
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}")
+        for name in ("steps", "batch_size", "micro_batch", "samples", "teacher_top_k", "limit", "window"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.block < 2:
+            raise ValueError(f"block must be at least 2, got {self.block}")
         CalibrateConfig(self.recipe, self.ptq)  # refuses an unknown method
-        if self.samples < 1:
-            raise ValueError(f"samples must be positive, got {self.samples}")
         if self.calibrate is not None and self.ptq == "nearest":
             raise ValueError("calibrate belongs to --ptq METHOD, such as --ptq gptq, which is missing")
         if self.calibrate is not None and not self.calibrate.is_file():
@@ -199,8 +196,6 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
             raise ValueError(f"model must be a folder that exists, or a hub id, got {self.model!r}")
         self._check_texts()
         check_device(self.device)
-        if (self.limit is not None and self.limit < 1) or (self.window is not None and self.window < 1):
-            raise ValueError(f"limit and window must be at least 1, got {self.limit} and {self.window}")
         if missing := [str(p) for p in self.train_text if not p.is_file()]:
             raise ValueError(f"train_text must be existing files, missing: {', '.join(missing)}")
 
@@ -223,8 +218,6 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
             check_switch(self.fake_quant_after_n_steps, self.steps)
         if self.teacher_cache is not None and self.loss != "kl":
             raise ValueError(f"teacher_cache is for loss kl, whose teacher is the float model, got loss {self.loss}")
-        if self.teacher_top_k < 1:
-            raise ValueError(f"teacher_top_k must be at least 1, got {self.teacher_top_k}")
 
     def final_rate(self, rate: float) -> float:
         """Return where the schedule of a rate ends."""

@@ -62,15 +62,11 @@ def environment(device: torch.device | str) -> dict[str, Any]:
     CPU.
     """
     device = torch.device(device)
+    found = {"torch": torch.__version__, "device": device.type}
     if device.type == "cuda":
-        return {"torch": torch.__version__, "device": "cuda", "device_name": torch.cuda.get_device_name(device)}
+        return {**found, "device_name": torch.cuda.get_device_name(device)}
     name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
-    return {
-        "torch": torch.__version__,
-        "device": device.type,
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-    }
+    return {**found, "device_name": name, "threads": torch.get_num_threads()}
 
 
 def check_fingerprint(model: PreTrainedModel, checkpoint: Path) -> str:

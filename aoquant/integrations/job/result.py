@@ -10,7 +10,7 @@ from typing import Any
 
 from aoquant._messages import folded
 from aoquant.integrations.job.records import RESULTS, write_json
-from aoquant.integrations.lm_eval import Perplexity
+from aoquant.integrations.lm_eval import METRICS, Perplexity
 from aoquant.report import Report, render
 from aoquant.serving import command
 
@@ -77,17 +77,7 @@ class Result:
         """Return the stages as a markdown table, then the verdicts."""
         from tabulate import tabulate
 
-        rows = [
-            (
-                s.name,
-                s.perplexity.word_perplexity,
-                s.perplexity.byte_perplexity,
-                s.perplexity.bits_per_byte,
-                s.bytes / 1e6,
-                s.note,
-            )
-            for s in self.stages
-        ]
+        rows = [(s.name, *(getattr(s.perplexity, m) for m in METRICS), s.bytes / 1e6, s.note) for s in self.stages]
         heads = ("model", "word perplexity", "byte perplexity", "bits/byte", "size MB", "note")
         first = self.stages[0].perplexity
         left = [f"left out: {reason}" for reason in folded(self.skipped.values())]
