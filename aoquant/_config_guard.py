@@ -124,7 +124,9 @@ def _described(data: dict[str, Any], where: str, find: Callable[[str], Any], dep
     for field, value in content.items():
         kind = _given(value, f"{where}.{field}", find, depth + 1)
         if field in hints and not _fits(kind, hints[field]):
-            raise ValueError(f"{where}.{field} of a {name} takes {_spelled(hints[field])}, got {value!r:.80}")
+            hint = hints[field]
+            takes = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f"{where}.{field} of a {name} takes {takes}, got {value!r:.80}")
     return cls
 
 
@@ -210,7 +212,3 @@ def _fits(kind: Any, hint: Any) -> bool:
     if isinstance(kind, str) and issubclass(hint, enum.Enum) and issubclass(hint, str):  # torchao takes the value too
         return kind in [member.value for member in hint]
     return isinstance(kind, hint)
-
-
-def _spelled(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

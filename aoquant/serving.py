@@ -16,7 +16,6 @@ from typing import NamedTuple
 from aoquant.linear.recipe import LinearRecipe
 
 ENGINES = {"vllm": ("h100", "h200", "b200"), "llama.cpp": ("cpu", "cuda")}
-VLLM_INT8 = ("int8-row-vllm", "int8-row-vllm-reciprocal")  # on a GPU, on a CPU
 VLLM_FP8 = ("fp8-row-mslk", "fp8-row-vllm-reciprocal")  # what its CUDA kernel and its compiled path compute
 _GGML = ("q4_0", "q4_1", "q8_0", "mxfp4", "mxfp4-even")
 

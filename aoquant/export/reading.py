@@ -165,22 +165,15 @@ def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dt
         if scheme.output_activations is not None:
             raise ValueError("its outputs are quantised (output_activations)")
         activation = _activation(scheme.input_activations, parts)
-        found = _encoded(args, parts, dtype)
-        recipe = LinearRecipe(activation, found.format, "aoquant" if activation else "dequantize")
+        format, encoded = _encoded(args, parts, dtype)
+        recipe = LinearRecipe(activation, get_format(format), "aoquant" if activation else "dequantize")
     except ValueError as error:
         raise ValueError(f"{label}: aoquant has no format for this layer: {error}. Load it with transformers") from None
-    return PackedTensor.from_encoded(found.encoded, recipe, dtype)
+    return PackedTensor.from_encoded(encoded, recipe, dtype)
 
 
-class _Found:
-    """A format, and a weight in it."""
-
-    def __init__(self, name: str, encoded: Encoded) -> None:
-        self.format: Format | Operand = get_format(name)
-        self.encoded = encoded
-
-
-def _encoded(args: QuantizationArgs, parts: dict[str, Tensor], dtype: torch.dtype) -> _Found:
+def _encoded(args: QuantizationArgs, parts: dict[str, Tensor], dtype: torch.dtype) -> tuple[str, Encoded]:
+    """Return the name of a format, and a weight in it."""
     scale = parts["weight_scale"]
     if args.type == "int":
         return _integers(args, parts, scale, dtype)
@@ -189,23 +182,23 @@ def _encoded(args: QuantizationArgs, parts: dict[str, Tensor], dtype: torch.dtyp
     k = codes.shape[1] * (8 // args.num_bits)
     if (args.num_bits, args.group_size) == (4, 16):
         outer = parts["weight_global_scale"].float().reciprocal().reshape(1, 1)
-        return _Found("nvfp4", Encoded(codes, scale, None, outer, k))
+        return "nvfp4", Encoded(codes, scale, None, outer, k)
     if args.group_size == 32 and scale.dtype == torch.uint8:
         exponents = scale.view(torch.float8_e8m0fnu)
-        return _Found("mxfp4-even" if args.num_bits == 4 else "mxfp8", Encoded(codes, exponents, None, None, k))
+        return "mxfp4-even" if args.num_bits == 4 else "mxfp8", Encoded(codes, exponents, None, None, k)
     if args.num_bits == 8 and codes.dtype == torch.float8_e4m3fn:
         if args.strategy == "block":
             rows, cols = args.block_structure or (0, 0)
-            return _Found(f"fp8-{rows}x{cols}", Encoded(codes, scale.float(), None, None, k))
+            return f"fp8-{rows}x{cols}", Encoded(codes, scale.float(), None, None, k)
         if args.strategy in ("channel", "tensor"):
-            row = args.strategy == "channel"
-            return _Found(
-                "fp8-row" if row else "fp8-tensor", Encoded(codes, scale.float().reshape(-1, 1), None, None, k)
-            )
+            name = "fp8-row" if args.strategy == "channel" else "fp8-tensor"
+            return name, Encoded(codes, scale.float().reshape(-1, 1), None, None, k)
     raise ValueError(f"{args.num_bits}-bit floats, strategy {args.strategy}, groups of {args.group_size}")
 
 
-def _integers(args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, dtype: torch.dtype) -> _Found:
+def _integers(
+    args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, dtype: torch.dtype
+) -> tuple[str, Encoded]:
     bits = args.num_bits
     if args.strategy not in ("group", "channel") or not 1 <= bits <= 8:
         raise ValueError(f"{bits}-bit integers, strategy {args.strategy}")
@@ -229,7 +222,7 @@ def _integers(args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, d
     wide = scale.dtype == torch.float32 and bits == 8 and per == "row" and zero is None
     name = f"{'int' if wide else 'intx'}{bits}-{per}" + ("-asym" if zero is not None else "")
     codes = q if bits == 8 else layout.pack((q.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8), bits)
-    return _Found(name, Encoded(codes.contiguous(), scale, None if zero is None else zero.contiguous(), None, shape[1]))
+    return name, Encoded(codes.contiguous(), scale, None if zero is None else zero.contiguous(), None, shape[1])
 
 
 def _words(values: int, bits: int) -> int:

@@ -7,8 +7,7 @@ shared when it is one parameter, or one memory: two `nn.Parameter`s over the sam
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Hashable
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,19 +16,12 @@ from aoquant.linear.kinds import is_layer, kind_of, why_no_kind
 from aoquant.linear.recipe import LinearRecipe
 
 
-class Named(NamedTuple):
-    """A module by all of its fully qualified names."""
-
-    names: list[str]
-    module: nn.Module
-
-
-def modules(model: nn.Module) -> Iterator[Named]:
-    """Every module, once."""
-    found: dict[int, Named] = {}
+def modules(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
+    """Every module, once, behind all of its fully qualified names."""
+    found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), Named([], module)).names.append(name)
-    yield from found.values()
+        found.setdefault(module, []).append(name)
+    return [(names, module) for module, names in found.items()]
 
 
 def identity(weight: Tensor) -> Hashable:

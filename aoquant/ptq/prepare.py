@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,16 +25,6 @@ from aoquant.report.measure import energies
 from aoquant.unpack import why_not_held
 
 
-class Layers(NamedTuple):
-    """Prepared layers. linear: by name. stacks: modules with stacked experts, by name. rows: of embeddings, which no
-    data chooses codes for; their error is that of the rows that they hold.
-    """
-
-    linear: dict[str, Any]
-    stacks: dict[str, Any]
-    rows: list[PTQRow]
-
-
 def weight_problems(chosen: Iterable[Chosen]) -> list[str]:
     """Return why layers cannot be calibrated one by one: their weights are sharded, tied, or on the meta device."""
     found, weights = [], dict[Any, str]()
@@ -51,10 +41,12 @@ def weight_problems(chosen: Iterable[Chosen]) -> list[str]:
 
 def prepare_layers(
     model: nn.Module, recipe: Any, filter_fn: Filter | None, step: str | None, skip_incompatible: bool, *, chooses: bool
-) -> Layers:
+) -> tuple[dict[str, Any], dict[str, Any], list[PTQRow]]:
     """Prepare the chosen layers, and switch them to high precision; convert embeddings, unless step is "prepare".
 
-    chooses: whether codes will be chosen. Layers that train on from chosen codes hold their scales.
+    chooses: whether codes will be chosen. Layers that train on from chosen codes hold their scales. Returns linear
+    layers by name, modules with stacked experts by name, and rows of embeddings, which no data chooses codes for: their
+    error is that of the rows that they hold.
 
     Raises:
         ValueError: naming each layer that cannot be prepared, or no layer is chosen.
@@ -111,4 +103,4 @@ def prepare_layers(
     stacks = {c.fqn.partition(", ")[0].rpartition(".")[0]: c.module for c in planned.experts}
     for layer in (*found.values(), *stacks.values()):
         layer.fake_quant = False
-    return Layers(found, stacks, rows)
+    return found, stacks, rows
