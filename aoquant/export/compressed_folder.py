@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from transformers import PreTrainedModel
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.export.contents import Contents
 from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
@@ -60,7 +59,7 @@ def describe(source: Source, contents: Contents) -> Description:
             f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)"
         )
     for message in said:
-        warnings.warn(message, AoquantWarning, stacklevel=4)
+        warn(message, stacklevel=4)
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
