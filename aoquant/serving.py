@@ -45,68 +45,40 @@ class _Case(NamedTuple):
 # engine -> (whether a case differs, what is said of it)
 _DIFFERENCES: dict[str, list[tuple[Callable[[_Case], bool], str]]] = {
     "vllm": [
-        (
-            lambda c: c.weight.startswith("nvfp4") and c.x != "" and c.hopper,
-            "vLLM on {gpu} leaves NVFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe vllm-nvfp4-weight",
-        ),
-        (
-            lambda c: c.weight.startswith("mxfp4") and c.x != "" and c.hopper,
-            "vLLM on {gpu} leaves MXFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe mxfp4-weight",
-        ),
-        (
-            lambda c: c.weight.startswith("mxfp4") and not c.x and c.gpu == "b200",
-            "vLLM on b200 quantises MXFP4 layers' activations even where the checkpoint says weights only: train with mxfp4-even",
-        ),
-        (
-            lambda c: c.x.startswith("mxfp4") and c.x != "mxfp4-even" and not c.hopper,
-            "vLLM rounds MXFP4 activations by the rule 'even', trained as {x}: train with mxfp4-even",
-        ),
-        (
-            lambda c: c.x.startswith("fp8-row") and c.x not in VLLM_FP8,
-            "vLLM's CUDA kernel quantises fp8 activations as fp8-row-vllm, trained as {x}",
-        ),
-        (
-            lambda c: c.x in ("int8-row", "int8-row-native", "int8-row-asym"),
-            "vLLM quantises int8 activations as int8-row-vllm, trained as {x}",
-        ),
-        (
-            lambda c: c.x.startswith("int8") and c.gpu == "b200",
-            "vLLM has no int8 kernel for b200: train the recipe vllm-fp8",
-        ),
-        (
-            lambda c: c.packed_integers and c.bits not in (4, 8),
-            "vLLM multiplies packed integers of 4 and 8 bits, of {bits} bits in its newest versions alone, where at all: try an exported "
-            "layer there first, or serve it with aoquant's plugin or transformers",
-        ),
-        (
-            lambda c: c.x == "fp8-1x128",
-            "vLLM's CUDA kernel scales 128 activations by another formula (on an H200 13.8 % of scales and 98.4 % of codes are equal), "
-            "trained as {x}",
-        ),
-        (
-            lambda c: c.packed_integers and c.weight.endswith("-asym") and c.hopper,
-            "vLLM on {gpu} multiplies groups of 64 and 128 by Machete, which rounds scale * zero point: train a symmetric format",
-        ),
-        (
-            lambda c: c.packed_integers and c.contract != "dequantize",
-            "vLLM multiplies (q - zp) * s, rounded once, as the contract 'dequantize' does, trained as {contract!r}",
-        ),
+        (lambda c: c.weight.startswith("nvfp4") and c.x != "" and c.hopper,
+         "vLLM on {gpu} leaves NVFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe vllm-nvfp4-weight"),
+        (lambda c: c.weight.startswith("mxfp4") and c.x != "" and c.hopper,
+         "vLLM on {gpu} leaves MXFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe mxfp4-weight"),
+        (lambda c: c.weight.startswith("mxfp4") and not c.x and c.gpu == "b200",
+         "vLLM on b200 quantises MXFP4 layers' activations even where the checkpoint says weights only: train with mxfp4-even"),
+        (lambda c: c.x.startswith("mxfp4") and c.x != "mxfp4-even" and not c.hopper,
+         "vLLM rounds MXFP4 activations by the rule 'even', trained as {x}: train with mxfp4-even"),
+        (lambda c: c.x.startswith("fp8-row") and c.x not in VLLM_FP8,
+         "vLLM's CUDA kernel quantises fp8 activations as fp8-row-vllm, trained as {x}"),
+        (lambda c: c.x in ("int8-row", "int8-row-native", "int8-row-asym"),
+         "vLLM quantises int8 activations as int8-row-vllm, trained as {x}"),
+        (lambda c: c.x.startswith("int8") and c.gpu == "b200",
+         "vLLM has no int8 kernel for b200: train the recipe vllm-fp8"),
+        (lambda c: c.packed_integers and c.bits not in (4, 8),
+         "vLLM multiplies packed integers of 4 and 8 bits, of {bits} bits in its newest versions alone, where at all: try an exported "
+         "layer there first, or serve it with aoquant's plugin or transformers"),
+        (lambda c: c.x == "fp8-1x128",
+         "vLLM's CUDA kernel scales 128 activations by another formula (on an H200 13.8 % of scales and 98.4 % of codes are equal), "
+         "trained as {x}"),
+        (lambda c: c.packed_integers and c.weight.endswith("-asym") and c.hopper,
+         "vLLM on {gpu} multiplies groups of 64 and 128 by Machete, which rounds scale * zero point: train a symmetric format"),
+        (lambda c: c.packed_integers and c.contract != "dequantize",
+         "vLLM multiplies (q - zp) * s, rounded once, as the contract 'dequantize' does, trained as {contract!r}"),
     ],
     "llama.cpp": [
-        (
-            lambda c: c.weight not in _GGML and not c.weight.startswith("nvfp4"),
-            "llama.cpp has no type for {weight}, or multiplies its scales unrounded: train q4_0, q4_1 or q8_0",
-        ),
-        (
-            lambda c: c.x != "q8_0-x86",
-            "llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {x_or_float}",
-        ),
-        (
-            lambda c: c.x == "q8_0-x86" and c.gpu == "cuda",
-            "llama.cpp's CUDA kernels round Q8_1 activations half away from zero, and q8_0-x86 half to even: some codes differ by one",
-        ),
+        (lambda c: c.weight not in _GGML and not c.weight.startswith("nvfp4"),
+         "llama.cpp has no type for {weight}, or multiplies its scales unrounded: train q4_0, q4_1 or q8_0"),
+        (lambda c: c.x != "q8_0-x86",
+         "llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {x_or_float}"),
+        (lambda c: c.x == "q8_0-x86" and c.gpu == "cuda",
+         "llama.cpp's CUDA kernels round Q8_1 activations half away from zero, and q8_0-x86 half to even: some codes differ by one"),
     ],
-}
+}  # fmt: skip
 
 
 def check(engine: str, gpu: str | None) -> None:
