@@ -152,8 +152,7 @@ def _listed(name: str) -> type:
             f"{name} is in {' and in '.join(sorted(module for _, module in found.values()))}, and torchao takes one of "
             "them at random: give the class in your own module another name"
         )
-    cls: type = next(iter(found.values()))[0]
-    return cls
+    return next(iter(found.values()))[0]
 
 
 def _may_be_built(value: Any, module: str) -> bool:
@@ -171,8 +170,7 @@ def _stored(name: str) -> type:
 
     if name not in ALLOWED_CLASSES:
         raise ValueError(f"torchao stores {', '.join(ALLOWED_CLASSES)}, and no {name!r:.80}")
-    cls: type = ALLOWED_CLASSES[name]
-    return cls
+    return ALLOWED_CLASSES[name]
 
 
 @functools.cache

@@ -130,8 +130,7 @@ class HybridConfig(AOBaseConfig):
 
     def cast(self, slot: str) -> Cast:
         """Return the cast of an operand: a name of `LinearRecipe`'s slots."""
-        found: Cast = getattr(self, slot)
-        return found
+        return getattr(self, slot)
 
     def has_base(self, slot: str) -> bool:
         """Return whether an operand of fprop is what the base says."""

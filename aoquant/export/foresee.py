@@ -73,5 +73,4 @@ def _deployed_input(recipe: LinearRecipe, size: float) -> Operand | None:
         return x
     scale = 2.0**-8 * (size if recipe.input_scales == "learned" else 1.0)
     numbers = (scale, 0) if getattr(x.format, "constants", 1) == 2 else (scale,)
-    fixed: Operand = x.fix(*numbers)
-    return fixed
+    return x.fix(*numbers)

@@ -84,13 +84,11 @@ def find(config: Mapping[str, Any]) -> Architecture:
 
 
 def kv_heads(config: Mapping[str, Any]) -> int:
-    found: int = config.get("num_key_value_heads") or config["num_attention_heads"]
-    return found
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    found: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return found
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping[str, Any]) -> None:

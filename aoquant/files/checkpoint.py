@@ -71,8 +71,7 @@ def method(directory: Path) -> str | None:
     """
     if not (directory / "config.json").is_file():
         return None
-    found: str | None = (_quantization(directory) or {}).get("quant_method")
-    return found
+    return (_quantization(directory) or {}).get("quant_method")
 
 
 def _quantization(directory: Path) -> dict[str, Any] | None:

@@ -145,6 +145,5 @@ def wide_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype | None:
     if exceptions := model._get_dtype_plan(dtype):
         pattern, keys, _ = build_glob_alternation(list(exceptions))
         if (match := pattern.search(name)) and match.lastgroup:
-            found: torch.dtype = exceptions[keys[match.lastgroup]]
-            return found
+            return exceptions[keys[match.lastgroup]]
     return None

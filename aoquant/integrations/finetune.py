@@ -152,8 +152,7 @@ def finetune(
     if stop:
         raise KeyboardInterrupt
     model.eval()
-    found: list[float] = losses[:done].tolist()
-    return found
+    return losses[:done].tolist()
 
 
 def check_switch(after: int, steps: int) -> None:

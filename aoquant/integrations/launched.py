@@ -53,8 +53,7 @@ class Ranks:
             if self.first:
                 raise box[1]
             sys.exit(2)
-        shared: T = box[0]
-        return shared
+        return box[0]
 
 
 def is_first() -> bool:

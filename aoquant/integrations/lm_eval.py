@@ -288,8 +288,7 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
 
 def positions(model: nn.Module) -> int:
     """Return the longest sequence that the model's config allows, in tokens; 0 where it names no limit."""
-    found: int = resolve_max_length(model.config, default=0)
-    return found
+    return resolve_max_length(model.config, default=0)
 
 
 def _quiet_eval(stack: ExitStack, model: nn.Module) -> None:

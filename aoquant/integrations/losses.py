@@ -99,8 +99,7 @@ def chunked_loss(model: Any, hidden_BTD: Tensor, loss_of: LossOf, rows: int | No
             return loss_of(logits_of(model, part_ND), at)
 
     place = list(chosen).index(id(weight)) if id(weight) in chosen else None
-    total: Tensor = _Chunked.apply(of_chunk, size, place, hidden_ND, *chosen.values())  # type: ignore[no-untyped-call]
-    return total
+    return _Chunked.apply(of_chunk, size, place, hidden_ND, *chosen.values())  # type: ignore[no-untyped-call]
 
 
 class _Head(torch.autograd.Function):
@@ -190,8 +189,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, weight: float = 1.0) -> 
 
         nats: Tensor = liger_cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
         return nats.float() * weight
-    found: Tensor = _RowLoss.apply(_cross_entropy_rows, logits_NV, targets_N, weight)  # type: ignore[no-untyped-call]
-    return found
+    return _RowLoss.apply(_cross_entropy_rows, logits_NV, targets_N, weight)  # type: ignore[no-untyped-call]
 
 
 def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, weight: float = 1.0) -> Tensor:

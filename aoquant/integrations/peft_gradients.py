@@ -44,8 +44,7 @@ class _Gradient:
                 f"{self.fqn}: a gradient has to pass through its {type(w).__name__}, which has no dequantize() to "
                 "make one with: train adapters on another format, or on the prepared model"
             )
-        out: Tensor = _InputGradient.apply(cast(inputs[0]), bias, y.detach(), w)  # type: ignore[no-untyped-call]
-        return out
+        return _InputGradient.apply(cast(inputs[0]), bias, y.detach(), w)  # type: ignore[no-untyped-call]
 
 
 class _InputGradient(torch.autograd.Function):

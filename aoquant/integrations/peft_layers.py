@@ -117,8 +117,7 @@ class _LoraLinear(_Merging, Linear):
         return weight
 
     def adapted(self) -> Tensor:
-        weight: Tensor = self.get_base_layer().weight
-        return weight
+        return self.get_base_layer().weight
 
     def sum_with(self, adapters: list[str]) -> Tensor:
         return self.merged_weight(self.adapted().detach(), adapters)
@@ -240,12 +239,10 @@ class QATParamWrapper(_Merging, ParamWrapper):
 
     @property
     def label(self) -> str:
-        name: str = self.parameter_name
-        return name
+        return self.parameter_name
 
     def adapted(self) -> Tensor:
-        parameter: Tensor = self.get_param()
-        return parameter
+        return self.get_param()
 
     def sum_with(self, adapters: list[str]) -> Tensor:
         with self._activate_lora(adapters):

@@ -71,8 +71,7 @@ class Source:
         else:
             one = pack_expert(change, weight, device)
             packed = packed_experts([one], transposed=is_transposed(change.module))
-        parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
-        return parts
+        return flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
 
     def read(self, unit: int | None) -> Tensor:
         """Return a unit's float weight (N, K). Raises ValueError: it holds NaN or Inf."""

@@ -115,8 +115,7 @@ def _patch_loader(loader: Any) -> None:
                 if any(hasattr(m, "moe_config") for m in model.modules()):
                     self.counter_before_loading_weights = time.perf_counter()  # vLLM logs how long it takes
                     return weights_in(Path(folder))
-        every: Iterator[tuple[str, Tensor]] = stock(self, model_config, model)
-        return every
+        return stock(self, model_config, model)
 
     loader.get_all_weights = all_weights
 

@@ -71,8 +71,7 @@ def bare(norm: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor
     """Return what a norm makes of x under other parameters, without its hooks: `offload` moves it to a GPU by them."""
     own: Any = copy.copy(norm)
     vars(own)["_parameters"] = {**norm._parameters, **parameters}
-    y: Tensor = own.forward(x)
-    return y
+    return own.forward(x)
 
 
 def offset(norm: Any) -> float | None:
@@ -282,8 +281,7 @@ def refuse(problems: Mapping[str, str]) -> None:
 def values_of(module: nn.Module, name: str) -> Tensor:
     """Return a parameter in float64, a linear layer's weight as (N, K)."""
     value: Any = matrix_of(module) if name == "weight" else module._parameters[name]
-    doubled: Tensor = value.detach().double()
-    return doubled
+    return value.detach().double()
 
 
 def replace(module: nn.Module, name: str, value: Tensor) -> None:

@@ -96,8 +96,7 @@ def packed_value(w: Any) -> Tensor:
         return kind(w.block_size[-1]).decode(e, w.dtype)
     if not has_value(w):
         raise ValueError(f"{type(w).__name__} has no dequantize()")
-    value: Tensor = w.dequantize()
-    return value
+    return w.dequantize()
 
 
 def has_value(w: Any) -> bool:

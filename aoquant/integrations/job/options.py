@@ -241,8 +241,7 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
 
     def as_json(self) -> dict[str, Any]:
         """Return the options in JSON's types."""
-        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
-        return found
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
