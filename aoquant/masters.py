@@ -9,7 +9,7 @@ stays one: its layers take and give bf16.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,15 +81,13 @@ class Masters(nn.Module):
 
     def refresh(self) -> None:
         """Let every layer take the codes of its master."""
-        for master in self.masters():
-            if (codes := codes_of(master)) is not None:
-                codes.refresh()
+        for codes in _codes(self.parameters()):
+            codes.refresh()
 
     def restore(self) -> None:
         """Make the masters the weights of the layers, in float32."""
-        for master in list(self.masters()):
-            if (codes := codes_of(master)) is not None:
-                codes.end()
+        for codes in _codes(self.parameters()):
+            codes.end()
         for layer in self._layers:
             release_codes(layer)
 
@@ -172,9 +170,8 @@ def _watch_optimizers() -> None:
 
     def packs(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            for p in group["params"]:
-                if (codes := codes_of(p)) is not None:
-                    codes.refresh()
+            for codes in _codes(group["params"]):
+                codes.refresh()
 
     register_optimizer_step_pre_hook(refuses)
     register_optimizer_step_post_hook(packs)
@@ -203,6 +200,9 @@ def _refuse_assign(masters: Masters, state: Any, prefix: str, metadata: Any, *re
 
 
 def _loaded(masters: Masters, keys: Any) -> None:
-    for master in masters.masters():
-        if (codes := codes_of(master)) is not None:
-            codes.refresh(loaded=True)
+    for codes in _codes(masters.parameters()):
+        codes.refresh(loaded=True)
+
+
+def _codes(parameters: Iterable[Any]) -> list[MasterCodes]:
+    return [codes for p in parameters if (codes := codes_of(p)) is not None]

@@ -174,6 +174,11 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is there whole, as it was or as it is now."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
+    give_place(partial, path)
+
+
+def give_place(partial: Path, path: Path) -> None:
+    """Rename a file to the one that it becomes, in the same folder, once its contents are on the disk."""
     flush(partial)
     os.replace(partial, path)
     flush(path.parent)

@@ -9,7 +9,6 @@ differ; with the same number they do not.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import threading
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from aoquant.files.atomic import flush
+from aoquant.files.atomic import give_place
 from aoquant.files.safetensors_file import MALFORMED, header, reserve
 
 CHECKPOINT_SECONDS = 300.0
@@ -61,9 +60,7 @@ class Checkpoints:
             if writes:
                 places[name].write(whole)
         if writes:
-            flush(partial)
-            os.replace(partial, path)
-            flush(self.folder)
+            give_place(partial, path)
         if dist.is_initialized():
             dist.barrier()
         self.saved = time.monotonic()

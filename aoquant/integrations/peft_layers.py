@@ -193,8 +193,7 @@ class QATLoraLinear(_LoraLinear):
             self.unmerge()
         names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
         if not names:
-            y: Tensor = self.get_base_layer()(x)
-            return y
+            return self.get_base_layer()(x)
         base = self.prepared_base()
         if is_sharded(base.weight):
             raise ValueError(
@@ -202,8 +201,7 @@ class QATLoraLinear(_LoraLinear):
                 "plan of parallelize_module, or shard the model with fully_shard"
             )
         if not base.fake_quant:
-            y = super().forward(x)
-            return y
+            return super().forward(x)
         recipe = base.prepared.recipe
         clips = recipe.straight_through == "clipped" or recipe.weight_scales == "learned"
         dense = base.weight.requires_grad or clips

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant._messages import progress
-from aoquant.files.atomic import flush
+from aoquant.files.atomic import give_place
 from aoquant.files.safetensors_file import StoredTensor, digest, header, reserve
 from aoquant.integrations.launched import Ranks
 from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of
@@ -210,9 +209,7 @@ class TeacherCache:
             for name, values in compute(torch.tensor(block, device="cpu"))._asdict().items():
                 places[name].write(values, row * values.numel() * values.dtype.itemsize)
             bar.update(1)
-        flush(partial)
-        os.replace(partial, path)
-        flush(self.folder)
+        give_place(partial, path)
 
 
 @torch.no_grad()

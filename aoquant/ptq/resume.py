@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from aoquant._messages import check_path
 from aoquant.files import checksums
+from aoquant.files.atomic import give_place
 from aoquant.files.safetensors_file import digest
 from aoquant.formats import Encoded
 from aoquant.ptq.ptq_report import PTQRow
@@ -99,9 +99,7 @@ class Blocks:
         partial = path.with_suffix(".partial")
         said = {"key": self.key, "layers": json.dumps(notes)}
         save_file(parts, partial, {**said, checksums.KEY: checksums.table(parts, said)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        give_place(partial, path)
 
     def _path(self, fqn: str) -> Path:
         return self.folder / f"{fqn}.safetensors"

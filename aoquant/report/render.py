@@ -49,12 +49,11 @@ def db(value: float | None) -> str:
 
 def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
     """Return a table, what stays float, and a line of totals."""
-    tabulate = _need("tabulate", "cli").tabulate
     measured = any(row.input_gradient_sqnr_db is not None for row in rows)
     heads = {name: head for name, head in _HEADS.items() if measured or "gradient" not in name}
     cells = [[_cell(name, getattr(row, name)) for name in heads] for row in rows]
     align = ["left" if name in _WORDS else "right" for name in heads]
-    table = tabulate(cells, list(heads.values()), tablefmt="github", colalign=align, disable_numparse=True)
+    table = _table(cells, list(heads.values()), align)
     before, after = totals["model_bytes"]
     layers = (
         f", {len(totals['not_run'])} of them not run; output SQNR min "
@@ -71,7 +70,6 @@ def caches(rows: Sequence[CacheRow]) -> str:
     """Return a table of KV caches; nothing without one."""
     if not rows:
         return ""
-    tabulate = _need("tabulate", "cli").tabulate
     heads = ("KV cache", "format", "scales", "bytes per token", "key dB", "value dB", "bytes equal", "warning")
     cells = [
         (
@@ -83,7 +81,12 @@ def caches(rows: Sequence[CacheRow]) -> str:
         for row in rows
     ]  # fmt: skip
     align = ("left", "left", "left", "right", "right", "right", "left", "left")
-    return "\n\n" + tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
+    return "\n\n" + _table(cells, heads, align)
+
+
+def _table(cells: Sequence[Any], heads: Sequence[str], align: Sequence[str]) -> str:
+    tabulate = _need("tabulate", "cli").tabulate
+    return tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def routing(layers: Sequence[RouterDrift]) -> str:

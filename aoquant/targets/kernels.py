@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from aoquant import ops
+from aoquant.linear.recipe import LinearRecipe
 
 from .target import Target
 
@@ -27,13 +28,17 @@ def why_not_run(target: Target, device: torch.device, dtype: torch.dtype, n: int
     """Return why a converted (n, k) layer on `device` will raise in forward; None when it runs, or when its kernel has
     no check.
     """
-    recipe = target.recipe
-    if target.tensor == "PackedTensor" or recipe.contract not in _KERNELS or device.type == "meta":
+    contract = target.recipe.contract
+    if target.tensor == "PackedTensor" or contract not in _KERNELS or device.type == "meta":
         return None
-    backend, package = _KERNELS[recipe.contract]
+    backend, package = _KERNELS[contract]
+    said = refusal(backend, target.recipe, device, dtype, n, k)
+    return said and f"{said}; its kernel is in the package {package}, and the weight is on {device}"
+
+
+def refusal(backend: str, recipe: LinearRecipe, device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
+    """Return why a backend does not multiply 64 rows by an (n, k) weight; None when it does, or is willing to."""
     x_format = None if recipe.fprop_input is None else recipe.fprop_input.format
     request = ops.Request(recipe.contract, x_format, recipe.fprop_weight.format, device, dtype, 64, n, k)
     said = dict(ops.explain(request))[backend]
-    if said == "runs" or said.startswith("willing"):
-        return None
-    return f"{said}; its kernel is in the package {package}, and the weight is on {device}"
+    return None if said == "runs" or said.startswith("willing") else said

@@ -27,7 +27,7 @@ from aoquant.ops import native, native_cpu
 from aoquant.ops.gemm import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, list_recipes
-from aoquant.targets import PROVED, resolve
+from aoquant.targets import PROVED, kernels, resolve
 
 # what torchao raises when the package or the device of a kernel is not there
 MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError)
@@ -157,14 +157,10 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
                 r = resolve(recipe.make()).recipe
             except (ValueError, ImportError):  # `recipes` says why
                 continue
-            x_format = None if r.fprop_input is None else r.fprop_input.format
-            request = ops.Request(r.contract, x_format, r.fprop_weight.format, where, torch.bfloat16, 64, 128, 256)
-            said = dict(ops.explain(request))[name]
-            if said == "runs" or said.startswith("willing"):
+            said = kernels.refusal(name, r, where, torch.bfloat16, 128, 256)
+            if said is None:
                 runs.append(r.contract)
-            elif not said.endswith(
-                f"not {r.contract}"
-            ):  # a contract that is another backend's says nothing about this one
+            elif not said.endswith(f"not {r.contract}"):  # which is another backend's, and says nothing about this one
                 reasons.append(said)
         reason = next(iter(reasons), "no recipe asks for it")
         # the first recipe's reason may be its format or the device, and the package is absent all the same

@@ -265,23 +265,16 @@ def _one_call(recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -> list[Rout
     return [route for route in _ranges("in one call", ask) if route.rows]
 
 
-class _Start(NamedTuple):
-    """The first M that gets an answer."""
-
-    m: int
-    rows: Rows
-
-
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
     """Return one route for each range of M's that get the same answer."""
-    starts = [_Start(1, ask(1))]
+    found = [Route(step, 1, None, ask(1))]
     for low, high in pairwise(_PROBES):
         rows = ask(high)
-        while rows != starts[-1].rows:  # the first M whose answer is another; then again, for what lies behind it
-            before, after = max(low, starts[-1].m), high
+        while rows != found[-1].rows:  # the first M whose answer is another; then again, for what lies behind it
+            before, after = max(low, found[-1].first), high
             while after - before > 1:
                 middle = (before + after) // 2
-                before, after = (middle, after) if ask(middle) == starts[-1].rows else (before, middle)
-            starts.append(_Start(after, ask(after)))
-    ends: list[int | None] = [start.m - 1 for start in starts[1:]]
-    return [Route(step, start.m, last, start.rows) for start, last in zip(starts, [*ends, None], strict=True)]
+                before, after = (middle, after) if ask(middle) == found[-1].rows else (before, middle)
+            found[-1] = dataclasses.replace(found[-1], last=after - 1)
+            found.append(Route(step, after, None, ask(after)))
+    return found
