@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -63,6 +63,13 @@ def first(lines: Sequence[str]) -> str:
     """The first lines, each on a line of its own and indented, and how many more there are."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "".join(f"\n  {line}" for line in (*lines[:SHOWN], *more))
+
+
+def refuse(problems: Mapping[str, str], unchanged: str = "the model is unchanged") -> None:
+    """Raise ValueError with the problem of each layer that cannot be calibrated; nothing without one."""
+    if problems:
+        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
+        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; {unchanged}:{shown}")
 
 
 def some(names: Sequence[str], count: int = 3) -> str:

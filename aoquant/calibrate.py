@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._messages import check_model, listed, track
+from aoquant._messages import check_model, refuse, track
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.kv import hook
@@ -65,7 +65,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             "Prepare with a static activation format, such as "
             "Int8WeightConfig(activation='int8-tensor-static'), with QATConfig(..., scales='static'), or with transform=aoquant.WUSH(16)"
         )
-    _refuse({fqn: SHARDED for fqn, m in layers.items() if _is_sharded(m)})
+    refuse({fqn: SHARDED for fqn, m in layers.items() if _is_sharded(m)}, "scales are as they were")
     seen: dict[str, Range | Gram] = {fqn: s for fqn, m in layers.items() if (s := _observer(m)) is not None}
     if seen or caches:
         prepared = [m for m in model.modules() if isinstance(m, PreparedModule)]
@@ -82,7 +82,8 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
                 s.reduce()
     found: dict[str, Any] = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
     cached = hook.calibrated(caches)
-    _refuse({fqn: why for fqn, why in (*found.items(), *cached.items()) if isinstance(why, str)})
+    problems = {fqn: why for fqn, why in (*found.items(), *cached.items()) if isinstance(why, str)}
+    refuse(problems, "scales are as they were")
     for fqn, module in caches.items():
         for name, scale in dict(cached[fqn]).items():  # type: ignore[arg-type]
             module.get_buffer(name).copy_(scale)
@@ -93,12 +94,6 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
     share_outer_scales(model)
-
-
-def _refuse(problems: dict[str, str]) -> None:
-    if problems:
-        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
-        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:{shown}")
 
 
 def _is_sharded(layer: QATLinear) -> bool:

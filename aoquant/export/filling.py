@@ -75,12 +75,10 @@ class Filling:
 
     def put(self, name: str, packed: Tensor) -> None:
         """Give the model a packed parameter. Raises ValueError: the model wants another shape."""
-        owner, _, own = name.rpartition(".")
-        module = self.model.get_submodule(owner)
-        wanted = getattr(module, own).shape
+        wanted = self.model.get_parameter(name).shape
         if packed.shape != wanted:
             raise ValueError(f"{self.folder}: {name} is {tuple(packed.shape)}, and the model wants {tuple(wanted)}")
-        setattr(module, own, nn.Parameter(packed, requires_grad=False))
+        self._set(name, packed, requires_grad=False)
 
     def finish(self) -> PreTrainedModel:
         """The model with everything else that the folder holds.

@@ -95,7 +95,10 @@ def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | Weigh
         base = NVFP4WeightConfig(numerics="qutlass", transform=transform)
     else:
         base = MXFP4WeightConfig("quest" if rule == "quest" else "absmax", numerics="qutlass", transform=transform)
-    skip = _leave_out(o["modules_to_not_convert"])
+    names = ["lm_head"] if o["modules_to_not_convert"] is None else o["modules_to_not_convert"]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"modules_to_not_convert must be a list of layers' names, such as ['lm_head'], got {names!r}")
+    skip = LeaveOut(list(names))
     if o["store_master_weights"]:
         mask = "clipped" if rule == "quest" else "identity"  # QuEST's trust mask; abs_max clips nothing
         return QATConfig(base, straight_through=mask, backward=BACKWARD[backward]), skip
@@ -119,13 +122,6 @@ def _transform(init: str, size: Any, dtype: str) -> Hadamard | None:
             f"hadamard_group_size={size}: use {group}, or 'hadamard'"
         )
     return None if init == "identity" else Hadamard(size)
-
-
-def _leave_out(names: Any) -> LeaveOut:
-    names = ["lm_head"] if names is None else names
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"modules_to_not_convert must be a list of layers' names, such as ['lm_head'], got {names!r}")
-    return LeaveOut(list(names))
 
 
 def _choice(options: dict[str, Any], name: str, *allowed: str) -> str:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from aoquant.config import QATConfig
 from aoquant.export.filling import Filling
-from aoquant.formats import Encoded, Format, layout
+from aoquant.formats import Encoded, layout
 from aoquant.formats.dialects import MXFP4Dialect, NVFP4Dialect
 from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.linear.recipe import LinearRecipe
@@ -143,10 +143,13 @@ def _encoded(
     weight_scale, input_scale = (parts[f"{of}_global_scale"].double().flatten() for of in ("weight", "act"))
     outer = None
     if isinstance(format, NVFP4Dialect):
-        if weight_scale.numel() != 1 or not 0 < weight_scale.item() < float("inf"):
-            raise ValueError(f"weight_global_scale is one positive number, got {weight_scale.tolist()}: copy it again")
+        for of, given in (("weight", weight_scale), ("act", input_scale)):
+            if given.numel() != 1 or not 0 < given.item() < float("inf"):
+                raise ValueError(
+                    f"{of}_global_scale is one positive number, got {given.tolist()}: copy the checkpoint again"
+                )
         outer = (1 / weight_scale).float().reshape(1, 1)
-        activation = _fixed(activation, input_scale)
+        activation = activation.fix((1 / input_scale).float().item())
     elif {*weight_scale.tolist(), *input_scale.tolist()} != {float(format.gain)}:
         raise ValueError(
             f"{format.name} has a weight_global_scale and an act_global_scale of {format.gain}, got {weight_scale.tolist()} and "
@@ -157,10 +160,3 @@ def _encoded(
         values = layout.unpack(codes, 4, k).view(n, -1, transform.size)[..., order.argsort()]
         codes = layout.pack(values.reshape(n, k), 4)
     return LinearRecipe(activation, format, transform=transform), Encoded(codes, scale, None, outer, k)
-
-
-def _fixed(activation: Format, scale: Tensor) -> Format:
-    """Return the input's format with the outer scale 1 / act_global_scale."""
-    if scale.numel() != 1 or not 0 < scale.item() < float("inf"):
-        raise ValueError(f"act_global_scale is one positive number, got {scale.tolist()}: copy the checkpoint again")
-    return activation.fix((1 / scale).float().item())

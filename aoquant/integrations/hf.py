@@ -295,10 +295,9 @@ def check_storable(kind: str, fqn: str) -> None:
         )
 
 
-def _check_storable(fqn: str, weight: Any) -> None:
-    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not
-    read.
-    """
+def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
+    """Return the config that makes a layer's weight. Raises ValueError: it could be written and not read again."""
+    weight: Any = module.weight
     kind = type(weight.data).__name__
     check_storable(kind, fqn)
     if foreign := [part for part in weight.__tensor_flatten__()[0] if f"_weight_{part}" not in _known]:
@@ -308,10 +307,6 @@ def _check_storable(fqn: str, weight: Any) -> None:
             "Int8WeightConfig(activation='int8-tensor-static'), or torch.save(model.state_dict())"
         )
 
-
-def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
-    weight: Any = module.weight
-    _check_storable(fqn, weight)
     config = config_of(module)
     if config is None and before is not None:
         config = before.quant_type

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
 
 from aoquant import serving
-from aoquant._messages import check_model, listed, progress
+from aoquant._messages import check_model, listed, progress, refuse
 from aoquant.config import QATConfig, by_layer
 from aoquant.experts.families import is_transposed
 from aoquant.experts.prepared import QATExperts
@@ -39,7 +39,6 @@ from aoquant.planning.changes import Change
 from aoquant.planning.choose import Filter
 from aoquant.planning.fused import siblings
 from aoquant.planning.plan import ours, plan
-from aoquant.ptq import links
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.experts import showing
 from aoquant.ptq.gram import ALL_PADDING, NOT_FINITE
@@ -330,10 +329,10 @@ def _scores(
             drawn = torch.multinomial(shares, 1, generator=generator).squeeze(-1)
             F.cross_entropy(flat.float(), drawn, reduction="sum").backward()
             tokens += len(flat)
-    links.refuse({fqn: NOT_REACHED for fqn in first if fqn not in reached})
+    refuse({fqn: NOT_REACHED for fqn in first if fqn not in reached})
     if not tokens:
         raise ValueError(f"{next(iter(first))}: {ALL_PADDING}")
-    links.refuse({fqn: NOT_FINITE_SCORE for (fqn, _), score in scores.items() if not math.isfinite(score)})
+    refuse({fqn: NOT_FINITE_SCORE for (fqn, _), score in scores.items() if not math.isfinite(score)})
     return {pair: score / tokens for pair, score in scores.items()}
 
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import progress
+from aoquant._messages import progress, refuse
 from aoquant.linear.checks import cast
 from aoquant.linear.prepared import QATLinear
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.calibrate_config import CalibrateConfig
-from aoquant.ptq.links import Link, Structure, is_norm, offset, refuse, replace, values_of, why_not_replaced
+from aoquant.ptq.links import Link, Structure, is_norm, offset, replace, values_of, why_not_replaced
 from aoquant.report.measure import hooked, run
 
 ROWS = 512  # of a layer's input that candidates of AWQ are compared on

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from aoquant._messages import listed
+from aoquant._messages import refuse
 from aoquant.linear.kinds import is_linear, kind_of, matrix_of
 from aoquant.report.measure import hooked, logits_of, run
 
@@ -269,13 +269,6 @@ def why_not_replaced(modules: dict[str, Any], names: Iterable[str]) -> dict[str,
         elif len(sharers := users[id(weight)]) > 1:
             found[name] = f"its weight is tied ({', '.join(sharers)}), and a fold would change all of them: untie it"
     return found
-
-
-def refuse(problems: Mapping[str, str]) -> None:
-    """Raise ValueError with the problem of each layer that has one."""
-    if problems:
-        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
-        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{shown}")
 
 
 def values_of(module: nn.Module, name: str) -> Tensor:

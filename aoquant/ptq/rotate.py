@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import warn
+from aoquant._messages import refuse, warn
 from aoquant.linear.kinds import is_linear, matrix_of
 from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.tied import identity
-from aoquant.ptq.links import Link, Structure, bare, is_norm, offset, refuse, replace, values_of, why_not_replaced
+from aoquant.ptq.links import Link, Structure, bare, is_norm, offset, replace, values_of, why_not_replaced
 from aoquant.transforms.hadamard import hadamard_matrix
 
 

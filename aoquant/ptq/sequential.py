@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from aoquant._messages import check_model, progress, warn
+from aoquant._messages import check_model, progress, refuse, warn
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, named
 from aoquant.experts.prepared import QATReadExperts
@@ -120,11 +120,11 @@ def calibrate_ptq(
                 model, cached.layers, filter_fn, step, skip_incompatible, chooses=asked.chooses
             )
             if asked.all_experts:
-                links.refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
+                refuse({n: ALL_EXPERTS for n, m in stacks.items() if isinstance(m, QATReadExperts)})
             gains, left = dict[str, float](), dict[str, str]()
             if asked.folds and not asked.chooses:
                 left = {f"{n}.{p}": NOT_SCALED for n, m in stacks.items() for p in m.stacks}
-                links.refuse({} if skip_incompatible else left)
+                refuse({} if skip_incompatible else left)
             if found is not None and asked.folds:
                 with links.unchanged(model, given[0], asked.method):
                     gains, unscaled = fold.fold(model, layers, found, given, asked, skip=skip_incompatible)
@@ -197,7 +197,7 @@ class _Run:
         body = blocks.below_head(self.model, found, self.batches)
         found = blocks.ordered(body, found, self.batches)
         reached = {fqn for block in found for fqn in block.layers}
-        links.refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
+        refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
         total = len(self.layers) + sum(len(module.stacks) for module in self.stacks.values())
         with closing(walk), progress(total, self.config.method, "layer") as self.shown:
@@ -239,7 +239,7 @@ class _Run:
             return
         groups = blocks.groups(visit)
         reached = {fqn for group in groups for fqn in group}
-        links.refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
+        refuse({fqn: NOT_REACHED for fqn in visit.block.layers if fqn not in reached})
         earlier = set(self.done)
         for group in groups:
             for members in _alike({fqn: self.layers[fqn] for fqn in group if fqn in self.layers}):
@@ -269,7 +269,7 @@ class _Run:
     def _experts(self, visit: blocks.Visit, fqn: str) -> None:
         module = self.stacks[fqn]
         names = experts.in_order(visit, module)
-        links.refuse({f"{fqn}.{name}": NOT_REACHED for name in module.stacks if name not in names})
+        refuse({f"{fqn}.{name}": NOT_REACHED for name in module.stacks if name not in names})
         for name in names:
             encoded, row = experts.choose(visit, fqn, module, name, self.config)
             self._place(row.layer, encoded, row)
