@@ -25,13 +25,7 @@ from aoquant.experts.mastered_experts import hold_expert_codes
 from aoquant.experts.prepared import QATExperts
 from aoquant.hybrid import HybridConfig
 from aoquant.linear.kinds import kind_of
-from aoquant.linear.mastered import (
-    MasterCodes,
-    Mastered,
-    codes_of,
-    hold_codes,
-    release_codes,
-)
+from aoquant.linear.mastered import MasterCodes, Mastered, codes_of, hold_codes, release_codes
 from aoquant.linear.prepared import Prepared, PreparedModule, QATLinear
 from aoquant.linear.weight_codes import reads_values
 from aoquant.quantize import quantize_

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import compressed_tensors
 from compressed_tensors.config import CompressionFormat
@@ -33,26 +33,19 @@ _IN_TRANSFORMERS = {
 }
 
 
-class _Group(NamedTuple):
-    """The modules of one scheme."""
-
-    scheme: QuantizationScheme
-    modules: list[str]
-
-
 def describe(source: Source, contents: Contents) -> Description:
     """config.json's quantization_config.
 
     A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
     """
     check_fused(contents.layers, source.modules)
-    groups: dict[str, _Group] = {}
+    groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
     for module, stored in contents.layers.items():
         scheme: QuantizationScheme = stored.scheme
-        groups.setdefault(scheme.model_dump_json(), _Group(scheme, [])).modules.append(module)
+        groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
     one = len(groups) == 1
     packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors]
-    said = [s for group in groups.values() for s in _unreadable(group, alone=one)]
+    said = [s for group in groups.values() for s in _unreadable(*group, alone=one)]
     if layers := initialised(source.stock, packed):
         said.append(
             f"transformers cannot load the folder: {type(source.stock).__name__} initialises the weight of {len(layers)} layer(s), such as "
@@ -61,7 +54,7 @@ def describe(source: Source, contents: Contents) -> Description:
     for message in said:
         warn(message, stacklevel=4)
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
-    _check_experts([*(group.modules for group in groups.values()), left])
+    _check_experts([*(modules for _, modules in groups.values()), left])
     schemes = {
         f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(source.names_of(modules))})
         for i, (scheme, modules) in enumerate(groups.values())
@@ -93,11 +86,10 @@ def _patterns(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(f if isinstance(f, str) else rf"re:{re.escape(f[1])}\..*" for f in found))
 
 
-def _unreadable(group: _Group, *, alone: bool) -> Iterator[str]:
+def _unreadable(scheme: QuantizationScheme, modules: list[str], *, alone: bool) -> Iterator[str]:
     """Return what transformers' own reader of these folders cannot load, or loads with other values. alone: it is the
     one scheme of the model.
     """
-    scheme, modules = group
     expert = next(filter(EXPERT.match, modules), None)
     weights, layout = scheme.weights, CompressionFormat(scheme.format).value
     if expert and weights is not None and weights.type == "int" and not weights.symmetric:

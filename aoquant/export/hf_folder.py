@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from aoquant.export.source import Source
 from aoquant.export.targets import Description
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import check_free
-from aoquant.files.safetensors_file import reading
 from aoquant.linear.tensor import PackedTensor
 
 _NOT_COPIED = re.compile(
@@ -110,10 +108,7 @@ def _identity(source: Source, target: str, skip: Sequence[str], size: int | str)
 
 def _copy(source: Source, folder: Path) -> None:
     if source.folder is not None:
-        for path in checkpoint.side_files(source.folder, _NOT_COPIED):
-            with reading(path):
-                path.open("rb").close()
-            shutil.copyfile(path, folder / path.name)
+        checkpoint.copy_side_files(source.folder, folder, _NOT_COPIED)
         return
     generation = getattr(source.modules[""], "generation_config", None)
     if isinstance(generation, GenerationConfig):

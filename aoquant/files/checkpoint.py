@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao,
 from aoquant._messages import some
 from aoquant.files import checksums
 from aoquant.files.atomic import POINTER
-from aoquant.files.safetensors_file import MALFORMED, StoredTensor, header, read_json
+from aoquant.files.safetensors_file import MALFORMED, StoredTensor, header, read_json, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -262,6 +263,14 @@ def side_files(folder: Path, weights: re.Pattern[str]) -> list[Path]:
                 "the link"
             )
     return found
+
+
+def copy_side_files(folder: Path, out: Path, weights: re.Pattern[str]) -> None:
+    """Copy the `side_files` of a model's folder to `out`. Raises ValueError: as it does, or one cannot be read."""
+    for path in side_files(folder, weights):
+        with reading(path):
+            path.open("rb").close()
+        shutil.copyfile(path, out / path.name)
 
 
 @contextmanager

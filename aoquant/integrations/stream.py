@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from aoquant._messages import check_path, progress
 from aoquant.config import named
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import Staged, check_free
-from aoquant.files.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
+from aoquant.files.safetensors_file import StoredTensor, header, replace_metadata, reserve
 from aoquant.integrations.skeleton import Skeleton, build, empty_model
 from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage
@@ -120,10 +119,7 @@ def convert_checkpoint(
         n = min(verify, len(skeleton.layers))
         for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
             _verify(layer, skeleton, places, device)
-        for path in checkpoint.side_files(source, _NOT_COPIED):
-            with reading(path):
-                path.open("rb").close()
-            shutil.copyfile(path, folder / path.name)
+        checkpoint.copy_side_files(source, folder, _NOT_COPIED)
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)
         staged.publish()

@@ -24,16 +24,7 @@ from aoquant.linear.tensor import PackedTensor
 from aoquant.ops import gemm_request
 from aoquant.ops.router import route
 from aoquant.planning.adapters import is_adapter
-from aoquant.report.measure import (
-    decibels,
-    energies,
-    is_quantised,
-    logits_of,
-    recipe_of,
-    run,
-    sqnr,
-    weight_of,
-)
+from aoquant.report.measure import decibels, energies, is_quantised, logits_of, recipe_of, run, sqnr, weight_of
 
 
 @dataclass

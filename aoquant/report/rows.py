@@ -22,14 +22,7 @@ from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report.compare import Pair, why
-from aoquant.report.measure import (
-    planned_bytes,
-    recipe_of,
-    shares,
-    sqnr,
-    weight_of,
-    weight_value,
-)
+from aoquant.report.measure import planned_bytes, recipe_of, shares, sqnr, weight_of, weight_value
 
 
 @dataclass(frozen=True)

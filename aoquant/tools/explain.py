@@ -202,8 +202,7 @@ def _routes(
         found += _ranges(f"{role} the input", lambda m: ops.explain(_request(role, x, device, dtype, m, k, kept)))
     w, held = recipe.fprop_weight, weight if codes is None else codes
     gemms = _ranges(
-        "multiply",
-        lambda m: ops.explain(gemm_request(recipe.contract, recipe.fprop_input, w, held, dtype, m)),
+        "multiply", lambda m: ops.explain(gemm_request(recipe.contract, recipe.fprop_input, w, held, dtype, m))
     )
     readers = ops.code_readers()
     whole = ops.reads(recipe.contract) == "codes" or device.type != "cuda"
