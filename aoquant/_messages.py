@@ -77,9 +77,10 @@ def some(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
-def track(items: Iterable[T], label: str, unit: str = "layer") -> Iterator[T]:
-    """Iterate over `items` behind a bar called `label`, where there is a terminal."""
-    with _bar(len(items) if isinstance(items, Sized) else None, label, unit, disable=None, leave=False) as shown:
+def track(items: Iterable[T], label: str, unit: str = "layer", *, lines: bool = False) -> Iterator[T]:
+    """Iterate over `items` behind a bar called `label`, where there is a terminal; else, where `lines`, with lines."""
+    total = len(items) if isinstance(items, Sized) else None
+    with progress(total or 0, label, unit) if lines else _bar(total, label, unit, disable=None, leave=False) as shown:
         for item in items:
             yield item
             shown.update()

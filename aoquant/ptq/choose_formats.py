@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
 
 from aoquant import serving
-from aoquant._messages import check_model, listed, progress, refuse
+from aoquant._messages import check_model, listed, refuse, track
 from aoquant.config import QATConfig, by_layer
 from aoquant.experts.families import is_transposed
 from aoquant.experts.prepared import QATExperts
@@ -41,14 +41,13 @@ from aoquant.planning.fused import siblings
 from aoquant.planning.plan import ours, plan
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.experts import showing
-from aoquant.ptq.gram import ALL_PADDING, NOT_FINITE
+from aoquant.ptq.gram import ALL_PADDING, NOT_FINITE, of_tokens
 from aoquant.ptq.prepare import weight_problems
 from aoquant.ptq.sequential import NOT_REACHED, listed_batches
 from aoquant.quantize import quantize_
 from aoquant.recipes import of_recipe_or_format
 from aoquant.report.measure import having, hooked, logits_of, planned_bytes, run, undisturbed
 
-T = TypeVar("T")
 SEED = 0  # of the drawn tokens
 EXPERTS = re.compile(r"((?:.*\.)?experts)\..+")  # a stack of experts, or a layer of one expert of a list
 NOT_FINITE_LOGITS = (
@@ -318,7 +317,7 @@ def _scores(
     hooks = hooked(m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items())
     frozen = having([p for p in model.parameters() if p.requires_grad], "requires_grad", False)
     with undisturbed(model), frozen, _multiplied(first, product), hooks, torch.enable_grad():
-        for batch in _shown(batches, "score", "batch"):
+        for batch in track(batches, "score", "batch", lines=True):
             flat = _counted(logits_of(run(model, batch)), batch)
             shares = flat.detach().float().softmax(-1)
             if not shares.isfinite().all():
@@ -357,19 +356,11 @@ def _multiplied(
                 module.unprepare_stack(name)
 
 
-def _shown(items: Sequence[T], label: str, unit: str) -> Iterator[T]:
-    """Iterate behind a bar, or lines where there is no terminal."""
-    with progress(len(items), label, unit) as shown:
-        for item in items:
-            yield item
-            shown.update()
-
-
 @torch.no_grad()
 def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, float]:
     """Return the KL of each plan, one quantised copy of the model at a time."""
     found = {}
-    for name, config in _shown(list(plans.items()), "measure", "plan"):
+    for name, config in track(plans.items(), "measure", "plan", lines=True):
         quantised, total, tokens = copy.deepcopy(model), 0.0, 0
         quantize_(quantised, config)
         with undisturbed(model, quantised):
@@ -382,6 +373,4 @@ def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[A
 
 
 def _counted(y: Tensor, batch: Any) -> Tensor:
-    """Return (tokens, N): rows of y (..., N) of the tokens that are no padding; all rows where y has other tokens."""
-    mask, flat = tokens_that_count(batch), y.reshape(-1, y.shape[-1])
-    return flat if mask is None or mask.shape != y.shape[:-1] else flat[mask.flatten().to(flat.device)]
+    return of_tokens(y, tokens_that_count(batch))

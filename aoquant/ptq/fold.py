@@ -23,6 +23,7 @@ from aoquant.linear.checks import cast
 from aoquant.linear.prepared import QATLinear
 from aoquant.ptq.blocks import Call, tokens_that_count
 from aoquant.ptq.calibrate_config import CalibrateConfig
+from aoquant.ptq.gram import of_tokens
 from aoquant.ptq.links import Link, Structure, is_norm, offset, replace, values_of, why_not_replaced
 from aoquant.report.measure import hooked, run
 
@@ -39,9 +40,7 @@ class Inputs:
         self.largest_K: Tensor | None = None
 
     def add(self, x: Tensor, mask: Tensor | None) -> None:
-        x_MK = x.detach().reshape(-1, x.shape[-1])
-        if mask is not None and mask.shape == x.shape[:-1]:
-            x_MK = x_MK[mask.flatten().to(x.device)]
+        x_MK = of_tokens(x.detach(), mask)
         if len(x_MK):
             size_MK = x_MK.float().abs()
             self.total_K = self.total_K + size_MK.sum(0)

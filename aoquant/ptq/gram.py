@@ -74,6 +74,12 @@ def multiplied(layer: QATLinear, x: Tensor, mask: Tensor | None, *, rounded: boo
     """
     check_width(x, layer.matrix().shape[1])
     x_MK = deployed_input(layer.prepared.recipe, layer.held_scales("input"), cast(x), rounded=rounded)
+    return of_tokens(x_MK.view(*x.shape[:-1], -1), mask)
+
+
+def of_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return (rows, K): rows of x (..., K) of the tokens that `mask` counts; all where it is of other tokens."""
+    x_MK = x.reshape(-1, x.shape[-1])
     return x_MK if mask is None or mask.shape != x.shape[:-1] else x_MK[mask.flatten().to(x.device)]
 
 

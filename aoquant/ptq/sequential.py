@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -169,28 +170,27 @@ def listed_batches(batches: Any) -> list[Any]:
     return given
 
 
+@dataclass
 class _Run:
-    """One calibration: what it needs, and the rows that it made so far."""
+    """One calibration: what it needs, and the rows that it made so far.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: dict[str, Any],
-        stacks: dict[str, Any],
-        batches: list[Any],
-        config: CalibrateConfig,
-        step: str | None,
-        store: resume.Blocks | None,
-        device: torch.device | None,
-        gains: Mapping[str, float],
-    ) -> None:
-        self.model, self.layers, self.batches, self.config, self.step = model, layers, batches, config, step
-        self.store, self.device, self.gains = store, device, gains
-        self.stacks = stacks
-        self.done: resume.Found = {}
-        self.later: list[Change] = []  # to torchao's tensors that cannot run here: aoquant's stand in for them
-        self.shown: Any = None  # progress
-        self.block = ""  # "1 of 4"
+    later: changes to torchao's tensors that cannot run here: aoquant's stand in for them. shown: progress. block: "1
+    of 4".
+    """
+
+    model: nn.Module
+    layers: dict[str, Any]
+    stacks: dict[str, Any]
+    batches: list[Any]
+    config: CalibrateConfig
+    step: str | None
+    store: resume.Blocks | None
+    device: torch.device | None
+    gains: Mapping[str, float]
+    done: resume.Found = field(default_factory=dict)
+    later: list[Change] = field(default_factory=list)
+    shown: Any = None
+    block: str = ""
 
     def rows(self) -> list[PTQRow]:
         found = blocks.find(self.layers | self.stacks, self.model)
