@@ -78,7 +78,7 @@ def find(config: Mapping[str, Any]) -> Architecture:
     if others := differences(found.arch, config, rope):
         raise ValueError(
             f"gguf: llama.cpp would compute another model than this {name}, and the file has no field for "
-            + ", ".join(map(str, others))
+            + ", ".join(others)
         )
     return found
 
@@ -119,12 +119,10 @@ def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping
     rope = rope_of(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     kind = rope.get("rope_type", "default")
-    if kind == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
-    elif kind == "yarn":
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if (factor := attention_factor(rope)) != 1.0:
             writer.add_rope_scaling_attn_factors(factor)

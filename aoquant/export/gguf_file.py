@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import numpy as np
@@ -63,18 +63,18 @@ def write(source: Source, out: Path, *, tokenizer: PreTrainedTokenizerBase | Non
     """
     check_free(out)
     name = "model.gguf"
-    decided = _decide(source, tokenizer, skip)
+    architecture, contents, entries, writer = _decide(source, tokenizer, skip)
     with Staged(out, fresh=True) as staged:
-        staged.begin(sum(entry.nbytes for entry in decided.entries))
-        path, writer = staged.path / name, decided.writer
+        staged.begin(sum(entry.nbytes for entry in entries))
+        path = staged.path / name
         try:
-            for entry in decided.entries:
+            for entry in entries:
                 raw = None if entry.type == GGMLQuantizationType.F32 else entry.type
                 writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=raw)
             writer.write_header_to_file(path)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            _fill(writer, decided.entries, source, decided.contents, decided.architecture)
+            _fill(writer, entries, source, contents, architecture)
         finally:
             writer.close()
         gguf_checksum.write(path)
@@ -87,16 +87,10 @@ def check(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> None:
     _decide(source, tokenizer, ())
 
 
-class _Decided(NamedTuple):
-    """The contents, the file's tensors, and a writer that has the metadata and no file yet."""
-
-    architecture: Architecture
-    contents: Contents
-    entries: list[_Entry]
-    writer: gguf.GGUFWriter
-
-
-def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]) -> _Decided:
+def _decide(
+    source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]
+) -> tuple[Architecture, Contents, list[_Entry], gguf.GGUFWriter]:
+    """Return the contents, the file's tensors, and a writer that has the metadata and no file yet."""
     architecture = _architecture(source)
     scheme = kv_cache.scheme_of(source.modules, "gguf")
     contents = contents_of(source, store, skip, "gguf")
@@ -109,13 +103,13 @@ def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Seq
     writer.add_file_type(_file_type(entries))
     if source.folder is not None:
         gguf_tokenizer.add(writer, source.folder, source.config["vocab_size"], str(source.folder))
-        return _Decided(architecture, contents, entries, writer)
+        return architecture, contents, entries, writer
     with tempfile.TemporaryDirectory() as made:
         if tokenizer is not None:
             tokenizer.save_pretrained(made)
         name = "the model in memory" if tokenizer is None else type(tokenizer).__name__
         gguf_tokenizer.add(writer, Path(made), source.config["vocab_size"], name)
-    return _Decided(architecture, contents, entries, writer)
+    return architecture, contents, entries, writer
 
 
 def _architecture(source: Source) -> Architecture:
@@ -182,7 +176,8 @@ def _fill(
                 data = architecture.rows(entry.source, data, config) if entry.part == "weight" else data
             else:
                 data = _float(entry, values(source.weights[entry.source]), architecture, config)
-            writer.write_tensor_data(_numpy(data))
+            data = data.detach().contiguous()  # numpy knows no bfloat16, and the file only bytes
+            writer.write_tensor_data((data.view(torch.uint8) if data.dtype == torch.bfloat16 else data).numpy())
             shown.set_postfix(tensor=entry.name)
             shown.update(entry.nbytes)
 
@@ -194,12 +189,6 @@ def _float(entry: _Entry, t: Tensor, architecture: Architecture, config: dict[st
         return t
     t = t.float()
     return t + 1 if architecture.norms_plus_one and entry.source.endswith("norm.weight") else t
-
-
-def _numpy(t: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory: numpy knows no bfloat16, and the file only bytes."""
-    t = t.detach().contiguous()
-    return t.view(torch.uint8).numpy() if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def _file_type(entries: list[_Entry]) -> int:

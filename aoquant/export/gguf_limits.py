@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from gguf import MODEL_ARCH
 
@@ -20,21 +20,13 @@ _SCALED_BY_WIDTH = {MODEL_ARCH.GEMMA2: 46, MODEL_ARCH.GEMMA3: 62}  # layers of t
 _PERIOD = {MODEL_ARCH.GEMMA2: 2, MODEL_ARCH.GEMMA3: 6}  # every such layer is global
 
 
-class Difference(NamedTuple):
-    """A field of the config, its value, and what llama.cpp computes instead."""
-
-    field: str
-    value: Any
-    engine: Any
-
-    def __str__(self) -> str:
-        return f"{self.field}={self.value!r} (llama.cpp: {self.engine!r})"
+Field = tuple[str, Any, Any]  # of the config: its name, its value, and what llama.cpp computes
 
 
-def differences(arch: MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[Difference]:
+def differences(arch: MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
     """Every field in which the model is not the one that llama.cpp would compute. rope: of the global layers."""
-    found = [*_network(arch, config), *_rotation(arch, config, rope)]
-    return [d for d in found if d.value != d.engine]
+    every = (*_network(arch, config), *_rotation(arch, config, rope))
+    return [f"{field}={value!r} (llama.cpp: {engine!r})" for field, value, engine in every if value != engine]
 
 
 def default_windows(arch: MODEL_ARCH, layers: int) -> list[bool]:
@@ -72,42 +64,42 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _network(arch: MODEL_ARCH, config: Mapping[str, Any]) -> Iterator[Difference]:
+def _network(arch: MODEL_ARCH, config: Mapping[str, Any]) -> Iterator[Field]:
     gemma = arch in (MODEL_ARCH.GEMMA, MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3)
     act = "hidden_activation" if arch in _PERIOD else "hidden_act"
     known = "gelu_pytorch_tanh" if gemma else "silu"
     used = config.get(act, known)
-    yield Difference(act, _SAME.get(used, used), known)
+    yield act, _SAME.get(used, used), known
     if arch != MODEL_ARCH.LLAMA:  # Qwen3's output projection was run: llama.cpp refuses the file
-        yield Difference("attention_bias", bool(config.get("attention_bias")), False)
+        yield "attention_bias", bool(config.get("attention_bias")), False
     if arch not in _PERIOD:
         return
     heads, width = config["num_attention_heads"], config["hidden_size"]
     wide = config["num_hidden_layers"] == _SCALED_BY_WIDTH[arch]
     scale = width // heads if wide else config.get("head_dim") or width // heads
-    yield Difference("query_pre_attn_scalar", config.get("query_pre_attn_scalar", scale), scale)
+    yield "query_pre_attn_scalar", config.get("query_pre_attn_scalar", scale), scale
     if arch == MODEL_ARCH.GEMMA2:
         for cap, known_cap in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
             if config.get(cap, known_cap) is None:
-                yield Difference(cap, None, known_cap)
+                yield cap, None, known_cap
         if not any(windows(arch, config)):  # llama.cpp aborts
-            yield Difference("layer_types", "all full_attention", "some sliding_attention")
+            yield "layer_types", "all full_attention", "some sliding_attention"
     else:
-        yield Difference("attn_logit_softcapping", config.get("attn_logit_softcapping"), None)
-        yield Difference("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), False)
+        yield "attn_logit_softcapping", config.get("attn_logit_softcapping"), None
+        yield "use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), False
 
 
-def _rotation(arch: MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[Difference]:
+def _rotation(arch: MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[Field]:
     kind = rope.get("rope_type", "default")
-    yield Difference("partial_rotary_factor", rope.get("partial_rotary_factor") or 1.0, 1.0)
+    yield "partial_rotary_factor", rope.get("partial_rotary_factor") or 1.0, 1.0
     if kind == "yarn":
-        yield Difference("beta_fast", float(rope.get("beta_fast") or 32), 32.0)
-        yield Difference("beta_slow", float(rope.get("beta_slow") or 1), 1.0)
-        yield Difference("truncate", rope.get("truncate", True), True)
+        yield "beta_fast", float(rope.get("beta_fast") or 32), 32.0
+        yield "beta_slow", float(rope.get("beta_slow") or 1), 1.0
+        yield "truncate", rope.get("truncate", True), True
     if (kind == "llama3" and arch != MODEL_ARCH.LLAMA) or (kind == "yarn" and arch == MODEL_ARCH.GEMMA3):
-        yield Difference("rope_type", kind, "default")
+        yield "rope_type", kind, "default"
     local = local_rope(config)
-    yield Difference("rope_type of sliding_attention", local.get("rope_type", "default"), "default")
+    yield "rope_type of sliding_attention", local.get("rope_type", "default"), "default"
 
 
 def local_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aoquant.export.advice import other_formats
 from aoquant.export.compressed import static_scale
@@ -72,10 +71,7 @@ def _float8(p: PackedTensor, x: Any) -> Stored:
         tensors = {"weight": p.qdata, "weight_scale": p.scale.flatten()}
         return Stored(tensors, "FP8_PER_CHANNEL_PER_TOKEN", tuple(differences(p.recipe, "vllm")))
     if pair == ["tensor", "tensor"] and x.fixed:
-        scales: dict[str, Tensor] = {
-            "weight_scale": p.scale.reshape(()),
-            "input_scale": static_scale(x).reshape(()),
-        }
+        scales = {"weight_scale": p.scale.reshape(()), "input_scale": static_scale(x).reshape(())}
         return Stored({"weight": p.qdata, **scales}, "FP8")
     raise Unfit(
         f"the layout holds fp8-row with fp8-row activations, or fp8-tensor with fp8-tensor-static ones, not {p.recipe}",
