@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 
 from aoquant.export.advice import CHECKS
-from aoquant.export.fused_checks import apart
+from aoquant.export.fused_checks import INSTEAD, apart
 from aoquant.export.targets import Unfit
 from aoquant.formats import Operand, Scales
 from aoquant.linear.recipe import LinearRecipe
@@ -35,7 +35,8 @@ def refusal(recipe: LinearRecipe, *, experts: bool = False) -> str | None:
             found = apart({name: store(p) for name, p in layers.items()}, {})
             if not found:
                 return None
-            reason = f"q, k, v and gate, up would each have their own {found[0].kind}, and it fuses them under one. Instead: {found[0].instead}"
+            kind = found[0][0]
+            reason = f"q, k, v and gate, up would each have their own {kind}, and it fuses them under one. Instead: {INSTEAD[kind]}"
         except Unfit as error:
             reason = f"{error.reason}. Instead: {error.beside_experts if experts else error.instead}"
         first = first or reason

@@ -10,7 +10,6 @@ Source: vLLM 0.32, `compressed_tensors_w4a4_nvfp4.py`, `compressed_tensors_w8a8_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ _ONE = {  # what a fused layer has one of, by the names of tensors
     "input_global_scale": _ACTIVATION,
     "input_scale": _ACTIVATION,
 }
-_INSTEAD = {
+INSTEAD = {  # what to train, as advice
     _OUTER: "aoquant.quantize_ shares outer scales of nvfp4-pow2: train QATConfig('vllm-nvfp4'), or 'vllm-nvfp4-weight' without "
     "activations, under their own scales='static', not 'dynamic'; or quantise with 'vllm-nvfp4-weight' without training",
     _WEIGHT: "train weights with a scale for each row, such as fp8-row in the recipe vllm-fp8, or leave these layers out (skip)",
@@ -47,39 +46,27 @@ def unequal(numbers: Mapping[str, Tensor], modules: Mapping[str, nn.Module] | No
     return [g for g in siblings(first, modules) if not all(torch.equal(first[g[0]], first[name]) for name in g)]
 
 
-@dataclass(frozen=True)
-class Apart:
-    """Siblings whose fused layer would have one number where they have several. kind: of number; numbers: by module."""
-
-    kind: str
-    numbers: dict[str, float]
-
-    @property
-    def instead(self) -> str:
-        """Return what to train, as advice."""
-        return _INSTEAD[self.kind]
-
-
-def apart(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> list[Apart]:
-    """Every group of siblings whose numbers differ, for each kind of them."""
+def apart(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, float]]]:
+    """Every group of siblings whose fused layer would have one number where they have several: the kind of number, and
+    the numbers by module.
+    """
     found = []
     for part, kind in _ONE.items():
         stored = ((name, s.tensors[part]) for name, s in layers.items() if part in s.tensors)
         numbers = {name: t for name, t in stored if t.dim() < 2 and t.numel() == 1}  # those of blocks are 2-D
-        found += [Apart(kind, {n: numbers[n].item() for n in group}) for group in unequal(numbers, modules)]
+        found += [(kind, {n: numbers[n].item() for n in group}) for group in unequal(numbers, modules)]
     return found
 
 
 def check_fused(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> None:
     """Raise ValueError that lists the siblings whose fused layer would have one number where they have several."""
     lines = []
-    for group in (found := apart(layers, modules)):
-        scales = ", ".join(f"{name.rpartition('.')[2]} {number:.6g}" for name, number in group.numbers.items())
-        lines.append(
-            f"{next(iter(group.numbers)).rpartition('.')[0]}: an engine fuses these layers under one {group.kind}, and theirs differ ({scales})"
-        )
+    for kind, numbers in (found := apart(layers, modules)):
+        scales = ", ".join(f"{name.rpartition('.')[2]} {number:.6g}" for name, number in numbers.items())
+        parent = next(iter(numbers)).rpartition(".")[0]
+        lines.append(f"{parent}: an engine fuses these layers under one {kind}, and theirs differ ({scales})")
     if lines:
-        rest = "\n".join([*lines, *dict.fromkeys(g.instead for g in found)])
+        rest = "\n".join([*lines, *dict.fromkeys(INSTEAD[kind] for kind, _ in found)])
         raise ValueError(f"nothing was written, because vLLM would compute with other numbers:\n{rest}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,27 +44,20 @@ def _untouched(layers: list[QATLinear]) -> Iterator[None]:
             state.copy_(before)
 
 
-class _Call(NamedTuple):
-    """A layer's input and output in one call."""
-
-    layer: QATLinear
-    x: Tensor
-    y: Tensor
-
-
-def _met(model: nn.Module, layers: list[QATLinear], batch: Any) -> list[tuple[_Call, Tensor]]:
-    calls: list[_Call] = []
+def _met(model: nn.Module, layers: list[QATLinear], batch: Any) -> list[tuple[QATLinear, Tensor, Tensor]]:
+    """Return each call of a layer: the layer, its input and the gradient of its output."""
+    calls: list[tuple[QATLinear, Tensor, Tensor]] = []
 
     def remember(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()
         assert isinstance(layer, QATLinear)
-        calls.append(_Call(layer, args[0].detach(), y))
+        calls.append((layer, args[0].detach(), y))
         return y
 
     with hooked(layer.register_forward_hook(remember) for layer in layers):
         loss = _loss(run(model, batch))
-    found = torch.autograd.grad(loss, [c.y for c in calls], allow_unused=True) if calls else ()
-    return [(call, dy) for call, dy in zip(calls, found, strict=True) if dy is not None]
+    found = torch.autograd.grad(loss, [y for *_, y in calls], allow_unused=True) if calls else ()
+    return [(layer, x, dy) for (layer, x, _), dy in zip(calls, found, strict=True) if dy is not None]
 
 
 def _loss(output: Any) -> Tensor:
@@ -72,17 +65,17 @@ def _loss(output: Any) -> Tensor:
     return loss if isinstance(loss, Tensor) else logits_of(output).float().square().mean()
 
 
-def _measured(met: list[tuple[_Call, Tensor]]) -> dict[int, dict[str, Any]]:
+def _measured(met: list[tuple[QATLinear, Tensor, Tensor]]) -> dict[int, dict[str, Any]]:
     sums: dict[int, list[float]] = {}
-    for call, dy in met:
-        x, w = (t.detach().clone().requires_grad_() for t in (call.x, call.layer.weight))
-        y = torch.func.functional_call(call.layer, {"weight": w}, (x,))
+    for layer, given, dy in met:
+        x, w = (t.detach().clone().requires_grad_() for t in (given, layer.weight))
+        y = torch.func.functional_call(layer, {"weight": w}, (x,))
         got = torch.autograd.grad(y, (x, w), dy)
         x_MK, dy_MN, w_NK = (t.detach().float() for t in (x.flatten(0, -2), dy.flatten(0, -2), w))
         want = (dy_MN @ w_NK).view(x.shape), dy_MN.t() @ x_MK
         found = [e for a, b in zip(want, got, strict=True) for e in energies(a, b.float())]
-        known = sums.setdefault(id(call.layer), [0.0] * 4)
-        sums[id(call.layer)] = [a + b for a, b in zip(known, found, strict=True)]
+        known = sums.setdefault(id(layer), [0.0] * 4)
+        sums[id(layer)] = [a + b for a, b in zip(known, found, strict=True)]
     return {
         key: {"input_gradient_sqnr_db": decibels(*s[:2]), "weight_gradient_sqnr_db": decibels(*s[2:])}
         for key, s in sums.items()
