@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant._messages import check_model, some
-from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded
 from aoquant.kv import hook
@@ -68,7 +67,6 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
             _write(target, *encoded_now(layers[owner], target.dtype))
         else:
             for expert in range(len(experts[owner].get_parameter(parameter))):
-                assert isinstance(target, PackedExperts)
                 _write(target.expert(expert), experts[owner].encode_expert(parameter, expert, target.dtype))
     for mine, theirs in floats:
         mine.copy_(theirs)

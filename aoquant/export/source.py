@@ -300,9 +300,7 @@ def _on_disk(folder: Path, name: str, described: str, places: Mapping[str, Store
         return unflatten_tensor_state_dict(values, metadata)[0][name]
 
     def expert(index: int, codes: bool) -> PackedTensor:
-        stack = built(codes, (index, index + 1))
-        assert isinstance(stack, PackedExperts)
-        return stack.expert(0)
+        return built(codes, (index, index + 1)).expert(0)
 
     return Weight(
         name, tensor_class, lambda codes: built(codes, None), expert if tensor_class == "PackedExperts" else None

@@ -156,8 +156,8 @@ def token_blocks(
         for start in range(0, len(documents), _CHUNK):
             chunk = list(documents[start : start + _CHUNK])
             # verbose=False: a document may well be longer than the model's window, which is what blocks are for.
-            for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]:
-                parts.append(torch.tensor([*before, *ids, *after], dtype=torch.int64, device="cpu"))
+            found = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
+            parts += [torch.tensor([*before, *ids, *after], dtype=torch.int64, device="cpu") for ids in found]
             bar.update(len(chunk))
     stream = torch.cat(parts)
     blocks = list(_cut(stream, length, first))

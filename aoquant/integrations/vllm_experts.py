@@ -23,7 +23,6 @@ from aoquant.config import WeightConfig
 from aoquant.experts.families import experts_of
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.files.stored_names import pieces_of, stored_name
-from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import each, key_of
 from aoquant.quantize import quantize_
 
@@ -185,7 +184,6 @@ def placeholder(config: Any, experts: int, n: int, k: int, dtype: torch.dtype) -
     nn.init.zeros_(next(one.parameters()))
     quantize_(one, config)
     w: Any = one[0].weight.data
-    assert isinstance(w, PackedTensor)
     parts = [w.qdata, w.scale, w.zero_point, w.per_tensor_scale]
     stacked = [None if t is None else t.new_zeros((experts, *t.shape)) for t in parts]
     return w._like(PackedExperts, [*stacked, None], None, None)

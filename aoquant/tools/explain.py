@@ -100,7 +100,6 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
             f"cache, got {type(what).__name__}{held}: "
             "for a model, choose a layer with model.get_submodule(name); torchao's tensors call their own kernels, without this router"
         )
-    assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
     rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
     served = _served(recipe, engine, gpu)
