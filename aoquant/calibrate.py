@@ -219,9 +219,7 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> dict[str, Scales] | 
 
 
 def _fitted(layer: QATLinear, seen: Gram) -> dict[str, Scales] | str:
-    """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have
-    one eigensolver.
-    """
+    """The transform of both sides, or why none is fitted; on the CPU, where all ranks have one eigensolver."""
     if seen.rows == 0:
         return NOT_REACHED
     weight, size = layer.matrix().detach(), seen.total.shape[-1]

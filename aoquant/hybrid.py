@@ -116,9 +116,7 @@ class HybridConfig(AOBaseConfig):
 
     @classmethod
     def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> HybridConfig:
-        """Return one format for both operands of fprop, another for those of dgrad and wgrad. options: further
-        fields.
-        """
+        """Return one format for both operands of fprop, another for dgrad and wgrad. options: further fields."""
         return cls(fprop_input=fwd, fprop_weight=fwd, **dict.fromkeys(BACKWARD, bwd), **options)
 
     @classmethod
@@ -165,9 +163,7 @@ class HybridConfig(AOBaseConfig):
         return self._why_not_recipe()
 
     def _why_not_recipe(self) -> str | None:
-        """Return why no recipe has these casts; None when one has, or when fprop is left to a base, which
-        decides it.
-        """
+        """Return why no recipe has these casts; None when one has, or when a base decides it."""
         named = self.forward()
         if self.amax_history:  # whose base has the operands of backward
             for slot, same in (("fprop_input", "wgrad_input"), ("fprop_weight", "dgrad_weight")):
@@ -192,9 +188,7 @@ def check_seed(config: str, seed: object) -> None:
 
 
 def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
-    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, and a HybridConfig's sources; none for
-    None.
-    """
+    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, a HybridConfig's sources; none for None."""
     if backward is None:
         return {}
     if isinstance(backward, HybridConfig):

@@ -287,9 +287,7 @@ def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | 
 
 
 def _try(changes: list[Change], kept: Collection[int], device: torch.device | str | None) -> None:
-    """Pack one weight of every kind that cannot be put back, and forget it, so that a kernel's packer refuses before
-    anything changes.
-    """
+    """Pack one weight of every kind that cannot be put back, so that a packer refuses before anything changes."""
     seen: set[Any] = set()
     for change in changes:
         weight, target = change.weight, change.target

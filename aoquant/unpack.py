@@ -180,9 +180,7 @@ def _same_anew(p: PackedTensor) -> bool:
 
 
 def with_codes(layer: Any, p: PackedTensor) -> bool:
-    """Give a prepared layer the scales of a packed weight, and values that have its codes, in place; whether they
-    do.
-    """
+    """Give a prepared layer a packed weight's scales, and values with its codes, in place; whether they have them."""
     kind = kind_of(layer)
     assert kind is not None
     weight = kind.matrix(layer.weight.data)

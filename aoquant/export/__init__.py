@@ -79,9 +79,7 @@ def export(
 def check(
     model: nn.Module | str | os.PathLike[str], format: str, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise what `export` of a converted model, or of the folder of one, would raise for its numbers and its tokenizer;
-    nothing is written.
-    """
+    """Raise what `export` would raise for the numbers and the tokenizer of the same model; nothing is written."""
     _check(format, tokenizer)
     from aoquant.export import hf_folder, source
 
@@ -95,9 +93,7 @@ def check(
 
 
 def _check(format: str, tokenizer: object) -> None:
-    """Raise for a format that is not known, or whose library is missing, and for what is no tokenizer, such as its
-    name.
-    """
+    """Raise for an unknown format, a format whose library is missing, and for what is no tokenizer."""
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
     try:

@@ -87,9 +87,7 @@ def _patterns(modules: Iterable[str]) -> list[str]:
 
 
 def _unreadable(scheme: QuantizationScheme, modules: list[str], *, alone: bool) -> Iterator[str]:
-    """Return what transformers' own reader of these folders cannot load, or loads with other values. alone: it is the
-    one scheme of the model.
-    """
+    """Return what transformers' own reader cannot load, or loads as other values. alone: the model has one scheme."""
     expert = next(filter(EXPERT.match, modules), None)
     weights, layout = scheme.weights, CompressionFormat(scheme.format).value
     if expert and weights is not None and weights.type == "int" and not weights.symmetric:
@@ -130,9 +128,7 @@ def initialised(stock: PreTrainedModel, layers: Iterable[str]) -> list[str]:
 
 
 def _check_experts(groups: Iterable[Iterable[str]]) -> None:
-    """Raise ValueError where the experts of one layer have several schemes, or are float in part. groups: modules of
-    each scheme, and of none.
-    """
+    """Raise ValueError where experts of a layer differ in scheme. groups: modules of each scheme, and of none."""
     seen: dict[str, int] = {}
     for number, modules in enumerate(groups):
         for module in modules:

@@ -47,9 +47,7 @@ def unequal(numbers: Mapping[str, Tensor], modules: Mapping[str, nn.Module] | No
 
 
 def apart(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, float]]]:
-    """Every group of siblings whose fused layer would have one number where they have several: the kind of number, and
-    the numbers by module.
-    """
+    """Every group of siblings whose fused layer would have one number for their several: its kind, and by module."""
     found = []
     for part, kind in _ONE.items():
         stored = ((name, s.tensors[part]) for name, s in layers.items() if part in s.tensors)

@@ -30,9 +30,7 @@ def differences(arch: MODEL_ARCH, config: Mapping[str, Any], rope: Mapping[str, 
 
 
 def default_windows(arch: MODEL_ARCH, layers: int) -> list[bool]:
-    """Return whether each layer has a sliding window where the file does not say; all False where llama.cpp
-    knows none.
-    """
+    """Return whether each layer has a sliding window where the file says nothing; all False where none is known."""
     period = _PERIOD.get(arch, 1)
     return [bool((i + 1) % period) for i in range(layers)]
 

@@ -39,9 +39,7 @@ def write(
     skip: Sequence[str],
     max_shard_size: int | str,
 ) -> Path:
-    """Write `source` to the folder `out`, packed layers as `store` says and config.json's quantization_config as
-    `describe` does.
-    """
+    """Write `source` to the folder `out`: layers as `store` packs them, quantization_config as `describe` says."""
     check_free(out)
     if source.folder is not None:
         checkpoint.side_files(source.folder, _NOT_COPIED)  # raises here, before anything is written
@@ -97,9 +95,7 @@ def decide(
 
 
 def _identity(source: Source, target: str, skip: Sequence[str], size: int | str) -> list[Any] | None:
-    """Facts that an interrupted export and its continuation share; None for a model in memory: its values have no
-    name.
-    """
+    """Facts that an interrupted export and its continuation share; None in memory, where values have no name."""
     if source.folder is None:
         return None
     files = [(p.name, checksums.identity(p)) for p in checkpoint.files(source.folder)]

@@ -33,9 +33,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a folder's quantisation. config: config.json's quantization_config. files: further JSON files,
-    by name.
-    """
+    """How a folder is quantised. config: config.json's quantization_config. files: further JSON files, by name."""
 
     config: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -67,9 +67,7 @@ def check(directory: Path) -> dict[str, str]:
 
 
 def method(directory: Path) -> str | None:
-    """Return the library whose layout the folder's config.json names; None for a float checkpoint, or where there is no
-    config.json.
-    """
+    """Return the library whose layout config.json names; None for a float checkpoint, or without a config.json."""
     if not (directory / "config.json").is_file():
         return None
     return (_quantization(directory) or {}).get("quant_method")
@@ -145,9 +143,7 @@ def _part(name: str, part: str) -> str:
 
 
 def check_shard_size(size: int | str) -> None:
-    """Raise ValueError for shards that would hold nothing: Hugging Face takes any size, and writes a file for every
-    tensor then.
-    """
+    """Raise ValueError for shards that hold nothing: Hugging Face would write a file for every tensor then."""
     if str(size).strip().startswith("-") or not re.search("[1-9]", str(size)):
         raise ValueError(f"max_shard_size is a size above 0, in bytes or like '5GB', got {size!r}")
 

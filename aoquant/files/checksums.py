@@ -81,9 +81,7 @@ def of_folder(checksums: Mapping[str, int]) -> str:
 
 
 def of_configs(contents: Mapping[str, Any]) -> str:
-    """The entry for the JSON files beside the tensors, by file. Of config.json it covers quantization_config alone:
-    users edit the rest.
-    """
+    """The entry for the JSON files beside the tensors; of config.json, which users edit, quantization_config alone."""
     return json.dumps({name: f"{_of_json(name, contents[name]):08x}" for name in sorted(contents)})
 
 

@@ -53,9 +53,7 @@ def docstrings(source: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return the paragraphs of a text that are sentences, one line each: from a capital letter to a full stop or colon,
-    six words at least, nothing indented.
-    """
+    """Return a text's paragraphs of sentences, a line each: a capital to a full stop, six words, none indented."""
     found = []
     for paragraph in text.split("\n\n"):
         words = paragraph.split()

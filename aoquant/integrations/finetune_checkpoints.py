@@ -101,9 +101,7 @@ class Checkpoints:
         return step
 
     def _state(self, complete: bool) -> dict[str, Tensor]:
-        """Return every tensor that further steps or, if it is `complete`, a trained model needs, by name: views, which
-        loading copies into.
-        """
+        """Return every tensor that further steps need, or a `complete` model: views, which loading copies into."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         state = {"losses": self.losses, **{f"buffers.{name}": b for name, b in self.model.named_buffers()}}
         if complete:

@@ -271,9 +271,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
 
 
 def _check_tie(model: PreTrainedModel) -> None:
-    """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight,
-    or neither.
-    """
+    """HF ties head and embedding again on loading where the config says so: both hold one packed weight, or neither."""
     head, embedding = model.get_output_embeddings(), input_embeddings(model)
     if head is None or embedding is None or not getattr(model.config, "tie_word_embeddings", False):
         return

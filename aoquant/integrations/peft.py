@@ -107,9 +107,7 @@ def _check_wrapped(wrapper: str, module: nn.Module, options: dict[str, Any]) -> 
 
 @contextmanager
 def _only_lora(tuner: BaseTuner) -> Iterator[None]:
-    """Let `tuner` adapt prepared layers only if it is LoRA: others add to the output of a rounded weight, and merge
-    changes it.
-    """
+    """Let LoRA alone adapt prepared layers: others add to the output of a rounded weight, and merging changes it."""
     replace = tuner._create_and_replace
 
     def create_and_replace(config: Any, adapter_name: str, target: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -23,9 +23,7 @@ _MERGE = "leave the layer out, or merge the adapters (merge_and_unload) and then
 
 
 def why_not(model: nn.Module, change: Change, on: list[Any]) -> str | None:
-    """Return why a layer of `model` cannot be prepared beneath the adapters `on` it, and what to do; None when it
-    can.
-    """
+    """Return why a layer of `model` cannot be prepared beneath the adapters `on` it, and what to do; or None."""
     if isinstance(change.module, PreparedModule):
         return "is part of an adapted layer: quantise or prepare the model first, and add adapters to it then"
     for adapter in on:

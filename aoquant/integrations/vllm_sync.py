@@ -92,9 +92,7 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
 def _weights(
     prepared: nn.Module, layers: Mapping[str, QATLayer], stacks: Mapping[str, QATExperts], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return what a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
-    for.
-    """
+    """Return what a converted checkpoint of `dtype` holds, by names in files; tensors are made when asked for."""
     from aoquant.export.weights import Weight, as_stored, given  # needs transformers
 
     tied, weights = set[int](), dict[str, Weight]()

@@ -53,9 +53,7 @@ def taken_off(model: nn.Module, *, prepares: bool) -> Iterator[Taken]:
 
 
 def problems(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[Any]]) -> list[str]:
-    """Return why layers cannot be changed beneath their adapters: those that are `taken` off, and those in their
-    places.
-    """
+    """Return why layers cannot be changed beneath their adapters, those `taken` off and those in their places."""
     found = []
     for c in changes:
         on = taken.get(id(c.module))
@@ -72,9 +70,7 @@ def adopt(model: nn.Module, changes: Iterable[Change], taken: Mapping[int, list[
 
 
 def plain_names(model: nn.Module, names: str) -> str:
-    """The names of a layer in `model`, joined by ", ", as they were before peft wrapped it: random numbers depend on
-    them.
-    """
+    """A layer's names in `model`, joined by ", ", from before peft wrapped it: random numbers depend on them."""
     return ", ".join(_plain_name(model, name) for name in names.split(", "))
 
 

@@ -114,9 +114,7 @@ class Coverage:
 
     @property
     def bytes_share(self) -> float:
-        """Return the share of the model's bytes, as stored now, in quantised or prepared layers. Packed weights take
-        few.
-        """
+        """Return the share of the model's bytes, as stored now, in quantised or prepared layers."""
         total = sum(w.bytes for w in self.weights)
         return sum(w.bytes for w in self.weights if w.state in REACHED) / total if total else 0.0
 

@@ -33,9 +33,7 @@ def output_embeddings(model: Any) -> nn.Module | None:
 
 
 def input_embeddings(model: Any) -> nn.Module | None:
-    """Return the input embeddings that a Hugging Face model names; None where it names none: images, speech, two
-    encoders.
-    """
+    """Return the input embeddings that a Hugging Face model names; None without: images, speech, two encoders."""
     return _named(model, "get_input_embeddings")
 
 

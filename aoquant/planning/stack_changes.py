@@ -148,9 +148,7 @@ def _warn_of_half(change: Change, weight: Tensor, made: list[PackedTensor], firs
 
 @torch.no_grad()
 def pack_expert(change: Change, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
-    """Return one packed expert of a float weight. expert: its number, by which it finds the scales that its module
-    holds.
-    """
+    """Return one packed expert of a float weight. expert: its number, by which its module holds scales for it."""
     module, operand = change.module, change.target.recipe.fprop_weight
     w_NK = w_NK.to(device, change.dtype).contiguous()
     held = module.held_scales(change.parameter, expert) if isinstance(module, QATExperts) else None

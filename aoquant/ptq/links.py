@@ -75,9 +75,7 @@ def bare(norm: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor
 
 
 def offset(norm: Any) -> float | None:
-    """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for another one, such as one that
-    takes more than a tensor.
-    """
+    """Return 0 for a norm that multiplies by its weight w, 1 for 1 + w (Gemma); None for any other."""
     weight: Tensor = norm._parameters["weight"]
     x = torch.linspace(-1, 1, len(weight), device=weight.device, dtype=weight.dtype)[None]
     bias = norm._parameters.get("bias")
@@ -278,9 +276,7 @@ def values_of(module: nn.Module, name: str) -> Tensor:
 
 
 def replace(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module another parameter with these values, in its dtype; the old one stays as it is. value: a linear
-    layer's weight is (N, K).
-    """
+    """Give a module a new parameter with these values, in the old one's dtype. value: of a linear layer, (N, K)."""
     old: Any = module._parameters[name]
     kind = kind_of(module)
     if name == "weight" and kind is not None and kind.transposed:

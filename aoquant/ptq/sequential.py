@@ -402,9 +402,7 @@ def _refused(fqn: str, advice: str = "") -> Iterator[None]:
 
 
 def _not_shown(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:
-    """Return warnings of linear layers and of experts that saw few tokens or zeros, now or before a calibration went
-    on.
-    """
+    """Return warnings of layers and experts that saw few tokens or zeros, also before a calibration went on."""
     found = []
     if zero := [row for row in rows if row.note.startswith(ZERO)]:
         found.append(f"{len(zero)} layer(s), such as {zero[0].layer}: {zero[0].note}: give batches that use it")

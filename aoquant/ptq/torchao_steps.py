@@ -26,9 +26,7 @@ from aoquant.quantize import RECORDER, quantize_
 
 
 class Recorder:
-    """A hook that keeps what a model is called with. config: the name of torchao's. asked, filter_fn: of the step that
-    began.
-    """
+    """A hook that keeps a model's calls. config: the name of torchao's. asked, filter_fn: of the first step."""
 
     def __init__(self, config: str, asked: CalibrateConfig, filter_fn: Filter | None) -> None:
         self.config, self.asked, self.filter_fn, self.batches = config, asked, filter_fn, list[Any]()

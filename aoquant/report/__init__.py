@@ -74,9 +74,7 @@ class Report:
 
     @property
     def mean_sqnr(self) -> float:
-        """Return the mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was
-        measured.
-        """
+        """Return the mean output SQNR in dB of layers that are not bit-equal; inf when all are, nan when none ran."""
         found = self._measured()
         finite = [v for v in found if v != math.inf]
         return sum(finite) / len(finite) if finite else math.inf if found else math.nan
@@ -118,9 +116,7 @@ class Report:
         return render.json_text({"rows": [asdict(r) for r in self.rows], **caches, "totals": self.totals})
 
     def plot(self, path: Path | str) -> None:
-        """Draw bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs
-        matplotlib.
-        """
+        """Draw bars of each layer's weight and output SQNR; `path` ends in the kind of picture. Needs matplotlib."""
         render.bars(self.layers, Path(path))
 
     def save(self, folder: Path | str) -> None:

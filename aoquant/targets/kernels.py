@@ -25,9 +25,7 @@ _KERNELS = {
 
 
 def why_not_run(target: Target, device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
-    """Return why a converted (n, k) layer on `device` will raise in forward; None when it runs, or when its kernel has
-    no check.
-    """
+    """Return why a converted (n, k) layer on `device` will raise in forward; None when it runs, or nothing tells."""
     contract = target.recipe.contract
     if target.tensor == "PackedTensor" or contract not in _KERNELS or device.type == "meta":
         return None

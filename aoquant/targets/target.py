@@ -68,9 +68,7 @@ EMBEDDABLE = ("PackedTensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8T
 
 
 def packed_target(recipe: LinearRecipe, matrix: Tensor | None = None) -> Target:
-    """aoquant's packed tensor; calibrated activation scales become part of its activation format's name, a fitted
-    transform of the tensor.
-    """
+    """aoquant's packed tensor; calibrated scales go into its activation format's name, a fitted transform into it."""
 
     def fix(scales: Scales) -> Target:
         assert recipe.fprop_input is not None

@@ -137,9 +137,7 @@ def _opaque(config: Any) -> Target:
 
 
 def float8_dialect() -> str | None:
-    """Return why the MSLK that is installed here quantises fp8 rows by another formula than ours; None when it does
-    not, or there is none.
-    """
+    """Return why the MSLK here quantises fp8 rows by another formula than ours; None when it does not, or is absent."""
     for package in ("mslk-cuda", "mslk"):
         try:
             version = importlib.metadata.version(package)

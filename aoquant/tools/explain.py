@@ -233,9 +233,7 @@ def _routes(
 def _request(
     step: str, operand: Operand, device: torch.device, dtype: torch.dtype, rows: int, k: int, codes: bool
 ) -> CodecRequest:
-    """Return what a step asks the codec for: "encode", under scales from elsewhere "hold", codes alone; "quantize"
-    values too; or "decode".
-    """
+    """Return a step's request: "encode", under scales from elsewhere "hold"; "quantize" for values too; "decode"."""
     role = "decode" if step == "decode" else "quantize"
     return CodecRequest(role, operand, device, dtype, rows, k, codes, step == "quantize", step == "hold")
 

@@ -129,9 +129,7 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
 
 
 def _read_directly(model: nn.Module, found: Plan, o: Options) -> dict[str, str]:
-    """The layers to leave out because the model reads their weights directly, with the reasons, from one forward of two
-    short sequences.
-    """
+    """The layers to leave out because the model reads their weights directly, and why, from one short forward."""
     modules = {change.fqn: change.module for change in found.layers}
     ids = torch.zeros(2, 8, dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad(), Watch(model, modules) as watch:

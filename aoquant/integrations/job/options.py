@@ -271,9 +271,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_plan(layers: Mapping[str, str], path: Path, skip: Sequence[str] = ()) -> None:
-    """Write a YAML file that `read_yaml` reads, with the recipe of each layer. layers: names of recipes or formats.
-    skip: layers without one.
-    """
+    """Write a YAML file for `read_yaml`. layers: names of recipes or formats, by layer. skip: layers without one."""
     import yaml
 
     recipes = {fqn: of_recipe_or_format(name).name for fqn, name in layers.items()}
