@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 TORCHAO = ">=0.18"
+ABSENT = "(not installed)"  # in place of a version
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
 _LORA = "peft.tuners.lora.model"
 
@@ -97,7 +98,7 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+        return ABSENT
 
 
 class _Moved(ModuleType):

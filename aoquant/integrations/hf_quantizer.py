@@ -41,7 +41,7 @@ from aoquant.kv import KVCacheConfig, hook
 from aoquant.linear.packed import adopt
 from aoquant.planning import caches
 from aoquant.planning.caches import CachePlan
-from aoquant.planning.choose import key_of
+from aoquant.planning.choose import each, key_of
 from aoquant.planning.plan import ours
 from aoquant.quantize import quantize_
 
@@ -218,8 +218,7 @@ class FPQuantizer(FPQuantHfQuantizer):
 
 def trains(config: Any) -> bool:
     """Return whether a TorchAoConfig prepares for training, and packs nothing."""
-    base = config.quant_type
-    every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
+    every = each(config.quant_type)
     return any(isinstance(c, HybridConfig) or getattr(ours(c), "step", None) == "prepare" for c in every)
 
 
