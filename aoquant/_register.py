@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 TORCHAO = ">=0.18"
-ABSENT = "(not installed)"  # in place of a version
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
 _LORA = "peft.tuners.lora.model"
 
@@ -98,7 +97,7 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return ABSENT
+        return "(not installed)"
 
 
 class _Moved(ModuleType):

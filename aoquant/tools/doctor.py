@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.metadata
 import importlib.util
 import platform
 import warnings
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from aoquant import _register, ops
+from aoquant import ops
 from aoquant._messages import AoquantWarning
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
@@ -100,8 +101,7 @@ def packages() -> list[Package]:
 
 def _found(name: str, known: _Known) -> tuple[str, str]:
     """Return whether a package can be used, or why not, and its version."""
-    versions = map(_register.version, known.distributions or (name,))
-    version = next((v for v in versions if v != _register.ABSENT), "-")
+    version = next(filter(None, map(_version, known.distributions or (name,))), "-")
     path = known.module or name
     try:
         module = importlib.import_module(path) if name in _KERNELS else importlib.util.find_spec(path)
@@ -111,6 +111,13 @@ def _found(name: str, known: _Known) -> tuple[str, str]:
     if module is None or (name in _KERNELS and not hasattr(module, _KERNELS[name])):
         return ("no" if version == "-" else "no: what is installed has no kernels"), version
     return "yes", version
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_device(device: torch.device | str) -> None:
