@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -23,11 +22,6 @@ class AoquantWarning(UserWarning):
 
     warnings.filterwarnings("error", category=aoquant.AoquantWarning)
     """
-
-
-def warn(said: str, stacklevel: int = 2) -> None:
-    """Warn, `stacklevel` callers above as the caller of this function counts them."""
-    warnings.warn(said, AoquantWarning, stacklevel=stacklevel + 1)
 
 
 def check_model(given: object, name: str = "model") -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant._messages import check_model, track, warn
+from aoquant._messages import AoquantWarning, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
@@ -181,7 +181,7 @@ def _as_before_adapters(model: nn.Module, planned: Plan, taken: Collection[int])
 
 def _warn(said: Iterable[str]) -> None:
     for message in said:
-        warn(message, stacklevel=3)
+        warnings.warn(message, AoquantWarning, stacklevel=3)
 
 
 def _check_filter(filter_fn: Filter) -> None:
@@ -440,9 +440,11 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
         floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
         share = floored.float().mean().item()
     if share > tiles.HEALTHY:
-        warn(
+        warnings.warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
-            f"precision or become zero: {_instead(operand)}leave it out"
+            f"precision or become zero: {_instead(operand)}leave it out",
+            AoquantWarning,
+            stacklevel=2,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from transformers import PreTrainedModel
 
-from aoquant._messages import warn
+from aoquant._messages import AoquantWarning
 from aoquant.export.contents import Contents
 from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
@@ -52,7 +53,7 @@ def describe(source: Source, contents: Contents) -> Description:
             f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)"
         )
     for message in said:
-        warn(message, stacklevel=4)
+        warnings.warn(message, AoquantWarning, stacklevel=4)
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(modules for _, modules in groups.values()), left])
     schemes = {

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from aoquant._messages import listed, warn
+from aoquant._messages import AoquantWarning, listed
 from aoquant.export.advice import other_formats
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
@@ -102,8 +103,9 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
     if not layers and quantised:
         raise ValueError("skip names every quantised layer: there is nothing to export")
     for note, modules in notes.items():
-        warn(
+        warnings.warn(
             f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones",
+            AoquantWarning,
             stacklevel=3,
         )
     codes = {quantised[module].name for module in layers}

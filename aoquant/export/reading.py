@@ -11,6 +11,7 @@ compute; layers with activations get the engine's quantiser (int8-row-vllm, ...)
 from __future__ import annotations
 
 import re
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from compressed_tensors.utils import is_match
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aoquant._messages import warn
+from aoquant._messages import AoquantWarning
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
@@ -105,7 +106,11 @@ def _check_rest(filling: Filling, schemes: QuantizationConfig) -> None:
         scales = filling.take([name for name in filling.stored if name.endswith(_CACHES)])
         reason = attach_scheme(filling.model, schemes.kv_cache_scheme, scales)
         if reason is not None:
-            warn(f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float")
+            warnings.warn(
+                f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float",
+                AoquantWarning,
+                stacklevel=2,
+            )
 
 
 def _does_something(field: Any) -> bool:

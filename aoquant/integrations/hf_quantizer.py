@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
-from aoquant._messages import warn
+from aoquant._messages import AoquantWarning
 from aoquant.config import WeightConfig
 from aoquant.experts.families import experts_of, is_transposed, stacked_names, stacks_of
 from aoquant.files import checksums
@@ -146,9 +147,11 @@ class Quantizer(TorchAoHfQuantizer):
         if self.pre_quantized:
             forget_rebuilding(model)
         elif not isinstance(self.quantization_config.quant_type, FqnToConfig) and (experts := experts_of(model)):
-            warn(
+            warnings.warn(
                 f"stacked experts of {len(experts)} module(s), such as {next(iter(experts))}, stay float: TorchAoConfig quantises linear "
-                "layers as they are loaded; call aoquant.quantize_ on the loaded float model"
+                "layers as they are loaded; call aoquant.quantize_ on the loaded float model",
+                AoquantWarning,
+                stacklevel=2,
             )
         for module in model.modules():
             adopt(module)

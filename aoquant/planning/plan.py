@@ -8,6 +8,7 @@ time. So `aoquant.quantize_` first lists every layer by its fully qualified name
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant._messages import listed, warn
+from aoquant._messages import AoquantWarning, listed
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.distributed.fsdp import GATHER, compute_dtypes
 from aoquant.distributed.gathered import PACKED, GatheredWeight
@@ -80,8 +81,9 @@ def plan(
         raise ValueError(borrowed)
     choice = choose(model, config, filter_fn)
     if choice.left_alone:
-        warn(
+        warnings.warn(
             f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {'; '.join(choice.left_alone)}",
+            AoquantWarning,
             stacklevel=3,
         )
     _refuse_adapted(model, choice)
