@@ -110,8 +110,7 @@ def uncalibrated(model: nn.Module) -> list[str]:
 
 
 class Range:
-    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before the
-    first value.
+    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before values.
 
     dims: of the last input.
     """

@@ -91,8 +91,7 @@ def quantized_model_init(
 ) -> Masters:
     """Prepare the linear layers and stacked experts of `model` in place as `quantize_` does, and pack their weights.
 
-    Make the optimizer, and wrap the model in DDP, afterwards: the masters of a model that is not float32 are new
-    parameters.
+    Make the optimizer, and wrap the model in DDP, afterwards: masters are new parameters unless the model is float32.
 
     config, filter_fn: as `quantize_` has them; a config that prepares.
 

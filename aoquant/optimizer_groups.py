@@ -14,8 +14,7 @@ from aoquant.planning.heads import heads
 def parameter_groups(
     model: nn.Module, weight_decay: float = 0.0, *, scale_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Split the trained parameters of `model` into groups for torch's optimizers, with learned scales in a group of
-    their own.
+    """Split the trained parameters of `model` into groups for torch's optimizers, learned scales in one of their own.
 
     A learned scale has the shape of a matrix, (N, 1), and is none: rules such as "weight decay and Muon for what has
     two dimensions" make it shrink or change its sign. Each group has a "name":

@@ -304,8 +304,7 @@ def apply(
 ) -> nn.Module:
     """Carry out one layer's change. packed: weights done so far, by the `identity` of the original.
 
-    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and
-    checkpoints name it.
+    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors hold a part, and checkpoints name it.
     """
     module: nn.Module = change.module
     if change.step == "prepare":
@@ -347,8 +346,7 @@ def give_weight(module: nn.Module, packed: nn.Parameter) -> None:
 def config_of(module: nn.Module) -> Any:
     """The PTQ config that makes a layer's quantised weight; None for a float weight, or where it is not known.
 
-    A `PackedTensor` knows its config. A torchao tensor does not hold the whole of it, so `apply` leaves it on the
-    layer.
+    A `PackedTensor` knows its config. A torchao tensor does not hold all of it, so `apply` leaves it on the layer.
     """
     weight = getattr(module, "weight", None)
     if isinstance(weight, PackedTensor):

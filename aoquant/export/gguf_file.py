@@ -58,8 +58,7 @@ def write(source: Source, out: Path, *, tokenizer: PreTrainedTokenizerBase | Non
     """Write `source` as OUT/model.gguf; returns the file.
 
     Raises:
-        ValueError: layers that no ggml type holds, an architecture or a tokenizer that is not known here, or a folder
-        in use.
+        ValueError: layers that no ggml type holds, an unknown architecture or tokenizer, or a folder in use.
     """
     check_free(out)
     name = "model.gguf"

@@ -53,8 +53,7 @@ def load(
 ) -> PreTrainedModel:
     """The model of a compressed-tensors folder, its quantised layers and experts packed.
 
-    dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for
-        the CPU.
+    dtype: of what stays float and of layers' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
 
     Raises:
         ValueError: a scheme that no format of ours equals, files that do not fit the model, or another device_map.

@@ -27,8 +27,7 @@ def load(
 ) -> PreTrainedModel:
     """The model of an MXFP4 folder, its experts packed as mxfp4, weight-only.
 
-    dtype: of what stays float and of the experts' outputs; "auto" is config.json's. device_map: one device, or None for
-        the CPU.
+    dtype: of what stays float and of experts' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
 
     Raises:
         ValueError: files that do not fit the model, a scale that is NaN, or another device_map.

@@ -22,8 +22,7 @@ class Stored:
     """A packed layer as a target stores it. tensors: by the name that follows the module's. scheme: what the target's
     config says of it.
 
-    notes: where an engine that reads it will compute something else than training did, though every stored number is
-        the same.
+    notes: where an engine will compute something else than training did, though every stored number is the same.
     """
 
     tensors: dict[str, Tensor]

@@ -24,8 +24,7 @@ __all__ = ["full_state_dict", "quantized_all_gather"]
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, cpu_offload: bool = False) -> dict[str, Tensor]:
-    """Return the state dict of `model` with whole tensors: float weights gathered, converted layers in the tensors that
-    they deploy.
+    """Return the state dict of `model` with whole tensors: gathered floats, and what converted layers deploy.
 
     A collective: every rank calls it. cpu_offload: gather one tensor at a time to the CPU of rank 0; other ranks get an
     empty dict. Load it with `load_state_dict(..., assign=True)`. Under a mixed precision policy, what forward computed

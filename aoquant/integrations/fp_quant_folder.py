@@ -46,8 +46,7 @@ def load(
     """Return the model of an FP-Quant folder: packed layers with the stored codes and scales; prepared layers with the
     stored weights, and as `from_fp_quant` prepares them, where store_master_weights is set.
 
-    dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for
-        the CPU.
+    dtype: of what stays float and of layers' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
 
     Raises:
         ValueError: a layer without codes, a transform or a scale that no format of aoquant has, files that do not fit

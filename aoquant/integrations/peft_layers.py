@@ -35,8 +35,7 @@ KEEP_BASE = (True, False, "gaussian", "orthogonal")  # values of init_lora_weigh
 class _Merging:
     """Round W + s B A once, however many adapters are merged, and unmerge exactly. Stands before peft's class.
 
-    kept: W from before the merge; in a list, because a packed weight as an attribute would be registered as a
-    parameter.
+    kept: W from before the merge; in a list, because a packed weight as an attribute would become a parameter.
     """
 
     kept: list[Tensor]

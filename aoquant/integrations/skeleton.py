@@ -186,8 +186,7 @@ def _source(
 
 
 def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give
-    it.
+    """The model of a float checkpoint on the meta device, in the dtypes of `from_pretrained(dtype=dtype)`.
 
     Raises:
         ValueError: the checkpoint is quantised, or transformers has no class for it.

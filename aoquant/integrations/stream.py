@@ -39,8 +39,7 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """Record of `convert_checkpoint`. read, written: bytes of tensors. verified: layers that were read back and
-    compared.
+    """Record of `convert_checkpoint`. read, written: bytes of tensors. verified: layers read back and compared.
 
     skipped: layers that stay float because they cannot take their config, and why. coverage: the quantised
     and the float parameters of `out`.
@@ -76,8 +75,7 @@ def convert_checkpoint(
     verify: int = 4,
     skip_incompatible: bool = False,
 ) -> Converted:
-    """Quantise the float checkpoint in folder `model` into folder `out`, with one layer, or one expert, in memory at a
-    time.
+    """Quantise the float checkpoint in folder `model` into folder `out`, one layer, or one expert, in memory at a time.
 
     config: a PTQ config of torchao's or ours, the name of a recipe, or torchao's `FqnToConfig` of them.
     max_shard_size: of the files that are written, in bytes or like "5GB".

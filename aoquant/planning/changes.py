@@ -35,8 +35,7 @@ class Change(Chosen):
     step: "prepare" swaps the class; "convert", and "quantize" without training, replace the weight.
     layer: the kind of a layer; None for a stacked parameter.
     dtype: that forward sees the weight in, which is what is encoded.
-    scales: that a layer quantised at once shares with its siblings; None where they are made from its weight, or held
-        by it.
+    scales: that a layer quantised at once shares with its siblings; None where its weight makes them, or it holds them.
     codes: made elsewhere, as calibrated PTQ makes them: of a layer, or of each expert; None where convert encodes.
     """
 

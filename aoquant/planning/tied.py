@@ -35,8 +35,7 @@ def identity(weight: Tensor) -> Hashable:
 
 
 def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
-    """Return why the weights that several modules hold cannot be quantised: a module left out, or two different
-    configs.
+    """Return why weights that several modules hold cannot be quantised: a module left out, or two configs.
 
     chosen: by the id of each module whose weight is to be quantised, its recipe.
     """

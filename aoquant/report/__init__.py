@@ -149,8 +149,7 @@ def report(
     batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
     as they are: weights, train or eval mode, and random state. A layer that is called more than once has one row.
     gradients: also dx and dW of model b's prepared linear layers, in dB against the same layer in float, for the loss
-        that the model returns, or the mean square of its outputs (see `gradients.py`). It needs the memory of a
-        training step.
+        that the model returns, or the mean square of its outputs (`gradients.py`). It needs a training step's memory.
     routing: also how many tokens go to other experts in model b than in model a; each model runs once more for it.
 
     Raises:

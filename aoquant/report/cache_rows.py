@@ -118,8 +118,7 @@ def _written(module: Any, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], 
 
 
 def caches_of(a: nn.Module, b: nn.Module, batch: Any) -> tuple[CacheRow, ...]:
-    """Return a row for each attention module whose cache is quantised in a or b. Model a runs the batch, or b where a
-    cannot.
+    """Return a row for each attention module whose cache is quantised in a or b. Model a runs the batch, or else b.
 
     Raises:
         ValueError: one model has no such module, or neither runs the batch.

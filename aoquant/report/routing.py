@@ -40,8 +40,7 @@ class RouterDrift:
 
 
 def router_drift(model_a: nn.Module, model_b: nn.Module, batch: Any) -> tuple[RouterDrift, ...]:
-    """Return the tokens of `batch` that go to other experts in model b than in model a, for each layer of stacked
-    experts.
+    """Return the tokens of `batch` that go to other experts in model b than in model a, by layer of stacked experts.
 
     batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
     as they are.

@@ -248,8 +248,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The options in a YAML file, by name, in the types of `Options`. Paths are relative to the working directory.
 
     Raises:
-        ValueError: no such file, no YAML mapping, an unknown key, or a value of another type; names the file and the
-            key.
+        ValueError: no such file, no YAML mapping, an unknown key, or a value of another type; names file and key.
     """
     import yaml
 

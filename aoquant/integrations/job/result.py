@@ -43,8 +43,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run. min_sqnr_db, rows: of prepared against converted. skipped: layers left out, and why, by
-    name.
+    """The result of a run. min_sqnr_db, rows: of prepared against converted. skipped: why layers are left out, by name.
 
     exported: the folder or file for an engine.
 
