@@ -304,7 +304,7 @@ def apply(
 ) -> nn.Module:
     """Carry out one layer's change. packed: weights done so far, by the `identity` of the original.
 
-    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors hold a part, and checkpoints name it.
+    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors lack parts, and files name it.
     """
     module: nn.Module = change.module
     if change.step == "prepare":

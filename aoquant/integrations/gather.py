@@ -117,7 +117,7 @@ def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
 @dataclass(frozen=True)
 class Gathering:
     """How a weight (n, k) is gathered, or experts (E, n, k), (E, k, n) when `transposed`. recipe: of its layers. rows,
-    columns: where the sides lie in a buffer. dtype: that it is encoded from. fqn: of experts. length: bytes of a buffer.
+    columns: the sides in a buffer. dtype: that it is encoded from. fqn: of experts. length: bytes of a buffer.
     """
 
     recipe: LinearRecipe
