@@ -38,18 +38,18 @@ _TYPES = {
 
 
 class Slot(int):
-    """A tensor's slot."""
+    """Mark a word as a tensor's slot."""
 
 
 class Name(str):
-    """A part of an operator's name."""
+    """Mark a word as a part of an operator's name."""
 
 
 Words = list[Any]
 
 
 class Kernel(NamedTuple):
-    """What launches a kernel. parameters: a number's bits, or None for the next tensor's address."""
+    """Hold what launches a kernel. parameters: a number's bits, or None for the next tensor's address."""
 
     address: int
     grid: Sequence[int]
@@ -112,7 +112,7 @@ def bits(value: float, kind: str = "f") -> int:
 
 
 class Native(NamedTuple):
-    """A program in a library: what runs it and what forgets it, and its number there."""
+    """Hold what runs a program in a library and what forgets it, and its number there."""
 
     run: Callable[[int, Sequence[Tensor]], list[Tensor]]
     forget: Callable[[int], None]
@@ -134,7 +134,8 @@ def native_program(
     library: Any = {"cuda": native, "cpu": native_cpu}.get(device.type)
     if library is None or None in steps or library.why_not() is not None:
         return None
-    order = {slot: i for i, slot in enumerate((*arguments, *(s for s in range(slots) if s not in set(arguments))))}
+    others = (slot for slot in range(slots) if slot not in arguments)
+    order = {slot: i for i, slot in enumerate((*arguments, *others))}
     names: dict[str, int] = {}
 
     def number(word: Any) -> int:

@@ -51,7 +51,7 @@ def recording() -> bool:
 
 
 class Step(NamedTuple):
-    """One step of a program.
+    """Hold one step of a program.
 
     function: of the tensors in `places`; its result goes into the slot `result`, if that is not negative. None: empty
         these slots.
@@ -74,8 +74,9 @@ class Program:
         self._none = [place < 0 for place in results] if -1 in results else None
         given = [slot for slot, t in enumerate(slots[:count]) if t is not None]
         constants = {slot: t for slot, t in enumerate(slots) if t is not None and slot >= count}
-        native = (slots[given[0]].device, [step.words for step in steps if step.words != []], constants, given)
-        self._native = native_program(*native, [place for place in results if place >= 0], len(slots))
+        words = [step.words for step in steps if step.words != []]
+        made = [place for place in results if place >= 0]
+        self._native = native_program(slots[given[0]].device, words, constants, given, made, len(slots))
         if self._native is not None:
             weakref.finalize(self, self._native.forget, self._native.number)
 
