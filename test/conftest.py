@@ -115,10 +115,18 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For models so small that more threads only wait for one another, for minutes on a busy machine."""
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    """Undo what a test changes of torch's threads: programs that tests call take every core, and so would all later
+    tests of the process.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Run on one thread, for models so small that more threads only wait for one another, minutes on a busy machine."""
+    torch.set_num_threads(1)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import copy
 import csv
+import gc
 import importlib
 import json
 import lzma
+import multiprocessing
+import os
+import queue
+from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +24,7 @@ from safetensors.torch import save_file
 from support.experiments import ROOT
 from support.models import distillation_loss
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BertConfig, BertModel, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from aoquant import quantize_
@@ -31,10 +38,25 @@ BOS = 1
 SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "eval"))
-    return importlib.import_module("real_models.__main__")
+class Rows(queue.SimpleQueue[Any]):
+    """A queue of rows that holds all of them from the start, so that an empty queue is waited for by nobody."""
+
+    def get(self, timeout: float) -> Any:
+        return super().get(block=False)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Any]:
+    """Import the program, to run it in this process on as many threads as other tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "eval"))
+        patched.setattr(os, "cpu_count", torch.get_num_threads)
+        patched.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Queue=Rows))
+        program = importlib.import_module("real_models.__main__")
+        importlib.import_module("real_models.worker")
+        gc.collect()
+        gc.freeze()  # the program collects after each row, and would look at every imported object again
+        yield program
 
 
 def text(name: str, pages: int, tokens: int) -> dict[str, Tensor]:
@@ -87,8 +109,12 @@ def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.Capt
         real.main([*call, "--rows", "int9"])
 
 
-def test_a_capture_trains_what_eager_steps_do(real: Any) -> None:
-    """Compiled layers and attention that is causal by flag, of a model whose attention slides, and nothing stays."""
+def test_a_capture_trains_what_eager_steps_do(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers and attention that is causal by flag, of a model whose attention slides, and nothing stays.
+
+    Layers are traced and differentiated as for Inductor, whose kernels are not what is tested.
+    """
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     worker, causal = (importlib.import_module(f"real_models.{name}") for name in ("worker", "causal"))
     torch.manual_seed(0)
     config = Gemma3TextConfig(vocab_size=256, head_dim=32, sliding_window=32, num_key_value_heads=1, **SIZE)

@@ -1,9 +1,11 @@
-"""The poison is real: uninitialised memory reads NaN or the largest integer, and only where it is asked for."""
+"""Check what test/conftest.py gives every test: poisoned memory, one seed, and the threads that the session chose."""
 
 from pathlib import Path
 
 import pytest
 import torch
+
+THREADS = torch.get_num_threads()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
@@ -26,6 +28,12 @@ def test_no_poison_leaves_float4_storage_usable() -> None:
 def test_seed_gives_each_test_the_same_numbers(seed: int) -> None:
     drawn = torch.randn(4)
     assert torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("threads", [5, 6, 7])
+def test_threads_of_an_earlier_test_are_taken_back(threads: int) -> None:
+    assert torch.get_num_threads() == THREADS
+    torch.set_num_threads(threads)
 
 
 def test_what_torch_2_11_fails_is_listed_under_names_that_exist() -> None:
