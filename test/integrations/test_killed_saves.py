@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import models as small
-from support.killed import killed, operations
+from support.killed import killed, left_by_kills, operations
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from aoquant import NVFP4WeightConfig, PackedWeightConfig, QATConfig, load_pretrained, quantize_, save_pretrained
@@ -32,6 +32,12 @@ def put_foreign(folder: Path) -> None:
 
 def check_foreign(folder: Path) -> None:
     assert [(folder / name).read_text() for name in FOREIGN] == list(FOREIGN)
+
+
+@pytest.fixture
+def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for no disk: a kill loses nothing that was not on it."""
+    monkeypatch.setattr(atomic, "flush", lambda path: None)
 
 
 # ---- every operation, with small files in the place of a model
@@ -74,11 +80,11 @@ def no_links(*_: Any) -> None:
     raise OSError("no hard links here")
 
 
+@pytest.mark.usefixtures("no_flush")
 @pytest.mark.parametrize(("before", "after", "links"), [*((*c, True) for c in COUNTS), (3, 2, False)])
 def test_a_kill_at_any_operation_leaves_old_or_new(
     before: int, after: int, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic, "flush", lambda path: None)  # a kill loses nothing that was not on the disk
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     old, target, folder = tmp_path / "old", tmp_path / "target", tmp_path / "folder"
@@ -86,12 +92,10 @@ def test_a_kill_at_any_operation_leaves_old_or_new(
     put_foreign(old)
     folder.symlink_to(target)  # a folder behind a symlink is replaced where it is
     shutil.copytree(old, target)
-    number = operations(lambda: save(folder, 2, after))
     seen = []
-    for at in range(number):
+    for left in left_by_kills(lambda: save(folder, 2, after), target, tmp_path / "left"):
         shutil.rmtree(target)
-        shutil.copytree(old, target)
-        killed(lambda: save(folder, 2, after), at)
+        left.rename(target)
         seen.append(value_of(folder))
         check_foreign(folder)
         save(folder, 3, before)
@@ -102,9 +106,37 @@ def test_a_kill_at_any_operation_leaves_old_or_new(
     assert folder.is_symlink()
 
 
+def tree(folder: Path) -> dict[Path, tuple[bytes, int] | None]:
+    """Bytes of each file in a folder, and how many names the file has; None for folders."""
+    return {
+        path.relative_to(folder): (path.read_bytes(), path.stat().st_nlink) if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.usefixtures("no_flush")
+@pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
+def test_a_kill_leaves_the_copies_that_other_tests_look_at(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    old, folder = tmp_path / "old", tmp_path / "folder"
+    save(old, 1, 3)
+    shutil.copytree(old, folder)
+    for at, left in enumerate(left_by_kills(lambda: save(folder, 2, 2), folder, tmp_path / "left")):
+        if at % 6:
+            continue
+        shutil.rmtree(folder)
+        shutil.copytree(old, folder)
+        killed(lambda: save(folder, 2, 2), at)
+        assert tree(folder) == tree(left), at
+
+
+@pytest.mark.usefixtures("no_flush")
 def test_a_kill_while_a_save_is_finished_is_finished_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save first finishes what the killed one committed, and may be killed there."""
-    folder, kept = tmp_path / "folder", tmp_path / "kept"
+    folder = tmp_path / "folder"
     save(folder, 1, 3)
 
     def stop(*_: Any) -> None:
@@ -115,26 +147,23 @@ def test_a_kill_while_a_save_is_finished_is_finished_too(tmp_path: Path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             save(folder, 2, 2)
     assert value_of(folder) == 2
-    shutil.copytree(folder, kept)
-    for at in range(operations(lambda: save(folder, 3, 1))):
-        shutil.rmtree(folder)
-        shutil.copytree(kept, folder)
-        killed(lambda: save(folder, 3, 1), at)
-        assert value_of(folder) in (2, 3)
+    for left in left_by_kills(lambda: save(folder, 3, 1), folder, tmp_path / "left"):
+        assert value_of(left) in (2, 3)
+        save(left, 4, 1)
+        assert sorted(p.name for p in left.iterdir()) == ["config.json", "generation_config.json", checkpoint.SINGLE]
     save(folder, 4, 1)
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json", checkpoint.SINGLE]
 
 
+@pytest.mark.usefixtures("no_flush")
 def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
-    number = operations(lambda: save(tmp_path / "folder", 1, 2))
-    shutil.rmtree(tmp_path / "folder")
-    for at in range(number):
-        killed(lambda: save(tmp_path / "folder", 1, 2), at)
-        if (tmp_path / "folder").exists():
-            assert value_of(tmp_path / "folder") == 1
-        save(tmp_path / "folder", 2, 2)
-        assert value_of(tmp_path / "folder") == 2 and [p.name for p in tmp_path.iterdir()] == ["folder"]
-        shutil.rmtree(tmp_path / "folder")
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    for left in left_by_kills(lambda: save(parent / "folder", 1, 2), parent, tmp_path / "left"):
+        if (left / "folder").exists():
+            assert value_of(left / "folder") == 1
+        save(left / "folder", 2, 2)
+        assert value_of(left / "folder") == 2 and [p.name for p in left.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize("name", ["config.json", checkpoint.SINGLE, "generation_config.json"])
@@ -182,21 +211,18 @@ def stock(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def check_kills(model: Any, old: Path, folder: Path, call: Callable[[], None], step: int, wanted: list[Any]) -> None:
+def check_kills(old: Path, folder: Path, call: Callable[[], None], step: int, wanted: list[Any]) -> None:
     shutil.copytree(old, folder)
-    number = operations(call)
     seen = []
-    for at in range(0, number, step):
-        shutil.rmtree(folder)
-        shutil.copytree(old, folder)
-        killed(call, at)
+    for left in left_by_kills(call, folder, folder.with_name("left"))[::step]:
         for load in (load_pretrained, stock):
-            found = logits(load(folder))
+            found = logits(load(left))
             seen.append([torch.equal(found, w) for w in wanted].index(True))
-        check_foreign(folder)
+        check_foreign(left)
     assert seen == sorted(seen) and set(seen) == {0, 1}
 
 
+@pytest.mark.usefixtures("no_flush")
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [("5GB", "60KB"), ("60KB", "5GB")], ids=["to shards", "to one file"])
 def test_models_load_after_a_kill(sizes: tuple[str, str], step: int, tmp_path: Path) -> None:
@@ -208,7 +234,7 @@ def test_models_load_after_a_kill(sizes: tuple[str, str], step: int, tmp_path: P
     def call() -> None:
         save_pretrained(new, tmp_path / "folder", max_shard_size=sizes[1])
 
-    check_kills(new, tmp_path / "old", tmp_path / "folder", call, step, [logits(old), logits(new)])
+    check_kills(tmp_path / "old", tmp_path / "folder", call, step, [logits(old), logits(new)])
 
 
 def test_saves_of_the_trainer_are_staged(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ event.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
+from os import link  # tests take os.link away
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +43,39 @@ def operations(call: Callable[[], None]) -> int:
     seen: list[None] = []
     _watched(call, lambda: seen.append(None))
     return len(seen)
+
+
+def left_by_kills(call: Callable[[], None], folder: Path, copies: Path) -> list[Path]:
+    """Run `call` once, and copy `folder` before each operation: a kill there would leave that copy.
+
+    One call and no processes, where `killed` forks a large process and calls again for each operation.
+    """
+    made: list[Path] = []
+
+    def each() -> None:
+        armed = _armed.pop()  # copying is no operation of the call
+        made.append(copies / str(len(made)))
+        copy(folder, made[-1])
+        _armed.append(armed)
+
+    copies.mkdir()
+    _watched(call, each)
+    return made
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Copy a folder; two names of one file are two names of one file in the copy, which os.replace can tell."""
+    seen: dict[int, str] = {}
+
+    def once(source: str, target: str) -> None:
+        inode = os.stat(source).st_ino
+        if inode in seen:
+            link(seen[inode], target)
+        else:
+            seen[inode] = target
+            shutil.copyfile(source, target)
+
+    shutil.copytree(folder, to, copy_function=once)
 
 
 def killed(call: Callable[[], None], at: int) -> None:
