@@ -25,6 +25,7 @@ from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
+PARTITIONED = "aot_eager_decomp_partition"  # Inductor's decompositions and partitioner, without its kernels
 ROWS, K, N = 96, 192, 64  # divisible by every block, and by torch._scaled_mm's 16
 
 
@@ -76,7 +77,7 @@ def test_meters_read_what_nn_linear_keeps() -> None:
     """Its input, both ways; and a layer that keeps a second copy is seen."""
     plain, x_bytes = linear(), ROWS * K * 2
     assert saved(plain, plain, _input()) == x_bytes
-    assert saved(plain, torch.compile(plain, fullgraph=True), _input()) == x_bytes
+    assert saved(plain, torch.compile(plain, fullgraph=True, backend=PARTITIONED), _input()) == x_bytes
     assert alive(plain, plain, _input()) == x_bytes
     double = nn.Sequential(linear(), nn.Sigmoid())
     assert saved(double, double, _input()) == alive(double, double, _input()) + ROWS * N * 2  # Sigmoid keeps its output
@@ -101,7 +102,8 @@ def often(always: tuple[str, ...], slow: tuple[str, ...]) -> Any:
 def test_compiled_keeps_no_more(name: str) -> None:
     """The partitioner could keep the weight's codes, or a decoded operand: there are none to keep outside the ops."""
     module = qat(name)
-    assert 0 < saved(module, torch.compile(module, fullgraph=True), _input()) <= budget(name)
+    backend = "inductor" if name == "fp8-row-act" else PARTITIONED
+    assert 0 < saved(module, torch.compile(module, fullgraph=True, backend=backend), _input()) <= budget(name)
 
 
 def block(first: nn.Linear, second: nn.Linear, reentrant: bool) -> tuple[nn.Module, Run]:
@@ -119,7 +121,7 @@ def test_checkpointed_keeps_the_blocks_input_alone(name: str, reentrant: bool) -
 @often(("nvfp4-act",), ("int4-g32", "fp8-row-act"))
 def test_compiled_and_checkpointed_keeps_the_blocks_input_alone(name: str) -> None:
     both, run = block(qat(name), qat(name, K, N), False)
-    assert saved(both, torch.compile(run, fullgraph=True), _input()) <= ROWS * K * 2
+    assert saved(both, torch.compile(run, fullgraph=True, backend=PARTITIONED), _input()) <= ROWS * K * 2
 
 
 def test_clipped_straight_through_adds_one_bit_an_element() -> None:
