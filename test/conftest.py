@@ -127,6 +127,6 @@ def keep_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_thread() -> None:
+def one_thread(keep_threads: None) -> None:
     """Run on one thread, for models so small that more threads only wait for one another, minutes on a busy machine."""
     torch.set_num_threads(1)

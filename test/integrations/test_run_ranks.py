@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.pictures import no_pictures
 from support.two_ranks import on_two_ranks
 from torch.multiprocessing import SimpleQueue
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -78,7 +79,8 @@ def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
             shared = evaluate(*scored(), wikitext=folder(), shared=True)
         alone = evaluate(*scored(), wikitext=folder(), progress=False)
     os.environ["MASTER_PORT"] = str(port + 1)
-    result = job.run(options("out"))
+    with no_pictures():
+        result = job.run(options("out"))
     perplexities = [stage.perplexity.word_perplexity for stage in result.stages]
     equal = shared.loglikelihoods == alone.loglikelihoods
     windows = [line for line in said.getvalue().splitlines() if " windows, " in line]

@@ -18,6 +18,7 @@ import huggingface_hub
 import pytest
 import torch
 from support import forked
+from support.pictures import without_pictures
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
@@ -34,6 +35,7 @@ from aoquant.linear.tensor import PackedTensor
 
 STEPS = 4
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
+pictures = pytest.fixture(autouse=True)(without_pictures)
 
 
 def llama(recipe: str | None, seed: int = 0, **size: int) -> LlamaForCausalLM:
