@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aoquant import cli
+from aoquant import cli, ops
 from aoquant.tools import doctor
 
 # row: the module that is imported, and its distribution
@@ -50,6 +50,7 @@ def give(monkeypatch: pytest.MonkeyPatch, module: ModuleType | None, version: st
 
 def test_every_package_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "recipes", lambda: [doctor.Tried("one", "yes", "yes", "bit-equal")])
+    monkeypatch.setattr(ops, "backend_names", lambda: ["reference"])
     cli.main(["doctor"])
     printed = capsys.readouterr().out
     assert [p.package for p in doctor.packages()] == list(ROWS)
@@ -112,6 +113,7 @@ def test_a_name_is_no_package(symbols: Any, version: Any, found: str, monkeypatc
     for symbol in symbols or ():
         setattr(module, symbol, None)
     give(monkeypatch, module, version)
+    monkeypatch.setattr(ops, "backend_names", lambda: ["qutlass"])  # each backend is tried with every recipe
     assert row("qutlass")[1:3] == (found, version or "-")
     reason = dict(doctor.backends("cpu"))["qutlass"]
     assert reason.startswith("qutlass is not installed; ") == (found != "yes")
