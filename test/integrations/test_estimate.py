@@ -43,6 +43,13 @@ def options(folder: Path, **more: Any) -> job.Options:
     return job.Options(model=str(folder), device="cpu", wikitext="hub", **sizes)
 
 
+@pytest.fixture
+def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure no speed where only bytes are looked at."""
+    monkeypatch.setattr(needs, "_speed", lambda *_: 1e10)
+
+
+@pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_near_what_training_takes(folder: Path, micro_batch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """QAT beside its teacher: all that is made while it trains, with the optimizer, and the sum over micro-batches."""
@@ -80,6 +87,7 @@ def test_experts_in_float32_are_traced(family: str, tmp_path: Path, capfd: pytes
     assert found[0].saved >= 1.5 * found[1].saved and "fake_tensor" not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("any_speed")
 def test_frozen_parts_have_no_optimizer(folder: Path) -> None:
     whole, part = (needs.estimate(options(folder, freeze=names)) for names in ([], ["model.embed_tokens"]))
     assert whole is not None and part is not None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import lzma
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import forked
 from support.experiments import ROOT, experiments_modules
 
 modules = pytest.fixture(experiments_modules)
@@ -33,7 +32,8 @@ def written(folder: Path, *, mix: list[str], small: list[str], pages: list[str])
 
 def test_the_parts_of_a_mix_are_in_its_order(modules: ModuleType, tmp_path: Path) -> None:
     given = written(tmp_path, mix=DOCUMENTS, small=[DOCUMENTS[2], DOCUMENTS[0]], pages=[RAW])
-    subprocess.run([sys.executable, str(ROOT / "eval" / "mix.py"), *given], check=True)
+    done = forked.script(ROOT / "eval" / "mix.py", *given)
+    assert done.returncode == 0, done.stderr
     read = importlib.import_module("corpus").read_documents
     found = {path.name: read((path,)) for path in (tmp_path / "out").iterdir()}
     assert found == {

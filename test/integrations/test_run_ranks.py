@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.pictures import no_pictures
+from support.light_runs import lightly
 from support.two_ranks import on_two_ranks
 from torch.multiprocessing import SimpleQueue
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -79,7 +79,7 @@ def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
             shared = evaluate(*scored(), wikitext=folder(), shared=True)
         alone = evaluate(*scored(), wikitext=folder(), progress=False)
     os.environ["MASTER_PORT"] = str(port + 1)
-    with no_pictures():
+    with lightly():
         result = job.run(options("out"))
     perplexities = [stage.perplexity.word_perplexity for stage in result.stages]
     equal = shared.loglikelihoods == alone.loglikelihoods

@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 import torch
 from support import forked
-from support.pictures import without_pictures
+from support.light_runs import light_runs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
@@ -35,7 +35,7 @@ from aoquant.linear.tensor import PackedTensor
 
 STEPS = 4
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
-pictures = pytest.fixture(autouse=True)(without_pictures)
+light = pytest.fixture(autouse=True)(light_runs)
 
 
 def llama(recipe: str | None, seed: int = 0, **size: int) -> LlamaForCausalLM:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pictures import without_pictures
+from support.light_runs import light_runs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_
@@ -26,7 +26,7 @@ from aoquant.linear.prepared import PreparedModule
 from aoquant.recipes import list_recipes
 
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
-pictures = pytest.fixture(autouse=True)(without_pictures)
+light = pytest.fixture(autouse=True)(light_runs)
 
 
 def llama(recipe: str | None = None, vocabulary: int = 32, **size: int) -> LlamaForCausalLM:
