@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from aoquant.config import WeightConfig
@@ -67,9 +68,14 @@ def resolve(config: Any) -> Target:
     )
 
 
+@cache
+def _torchao(version: Callable[[str], str]) -> str:
+    return version("torchao")
+
+
 def _check_version() -> None:
     """Raise ValueError for a torchao whose layers were not compared with ours, byte for byte."""
-    found = importlib.metadata.version("torchao")
+    found = _torchao(importlib.metadata.version)  # which takes 5 ms
     if not re.fullmatch(rf"({'|'.join(map(re.escape, PROVED))})\.\d+(\+(?!git).*)?", found):
         raise ValueError(
             f"torchao {found} was not proved exact, and its layers may compute other numbers than a prepared layer: install torchao "

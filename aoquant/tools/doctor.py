@@ -13,6 +13,7 @@ import importlib.util
 import platform
 import warnings
 from collections import OrderedDict
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -148,15 +149,14 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
     """(backend, the contracts that it runs here, or why it runs none)."""
     where = torch.device(device or default_device())
     absent = {p.package: p.found for p in packages() if p.found != "yes"}
-    rows = []
+    known, rows = [], []
+    for recipe in list_recipes():
+        with suppress(ValueError, ImportError):  # `recipes` says why
+            known.append(resolve(recipe.make()).recipe)
     for name in ops.backend_names():
         runs: list[str] = []
         reasons: list[str] = []
-        for recipe in list_recipes():
-            try:
-                r = resolve(recipe.make()).recipe
-            except (ValueError, ImportError):  # `recipes` says why
-                continue
+        for r in known:
             said = kernels.refusal(name, r, where, torch.bfloat16, 128, 256)
             if said is None:
                 runs.append(r.contract)
