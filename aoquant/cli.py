@@ -57,6 +57,7 @@ def _run(arguments: list[str]) -> Callable[..., None]:
     """Return `aoquant run` with the options of a YAML file as its defaults."""
     from aoquant.integrations import job
     from aoquant.integrations.launched import is_first, no_bars_in_logs
+    from aoquant.recipes import mixed
 
     no_bars_in_logs()
     given = job.read_yaml(path) if (path := _take_config(arguments)) else {}
@@ -76,7 +77,8 @@ def _run(arguments: list[str]) -> Callable[..., None]:
             ) from None
         if is_first():
             print(result.table())
-            print(f"\n{result.where_to_look()}")
+            layout = None if options.model is None else job.engine_format(mixed(options.recipe))
+            print(f"\n{result.where_to_look(layout)}")
 
     parameters = []
     for group in job.GROUPS:  # each is one group of the help

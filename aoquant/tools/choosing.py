@@ -84,6 +84,8 @@ CHOICES = (
            'Packed4WeightConfig("intx4-g32", contract="dequantize")', ("vllm", "sglang", "transformers"), _GPUS, True),
     Choice("vLLM or SGLang, Ampere to Blackwell", "fast decoding, few tokens at a time", "vllm-w4a16-g128",
            'Packed4WeightConfig("intx4-g128", contract="dequantize")', ("vllm", "sglang", "transformers"), _GPUS, True),
+    Choice("vLLM or transformers on a CPU", "small weights", "vllm-w4a16-g32",
+           'Packed4WeightConfig("intx4-g32", contract="dequantize")', ("vllm", "transformers"), ("cpu",), True),
     Choice("vLLM on Hopper, Ada or Blackwell", "speed with many tokens", "vllm-fp8",
            'PackedWeightConfig("fp8-row", "fp8-row-vllm")', ("vllm",), ("hopper", "ada", "blackwell"), True),
     Choice("vLLM on Ampere, Ada or Hopper", "speed with many tokens", "vllm-int8", 'PackedWeightConfig("int8-row", "int8-row-vllm")',

@@ -315,7 +315,7 @@ def test_a_run_exports_for_the_engine_of_its_recipe(
     monkeypatch.setattr(job.Folder, "finished", lambda self: done)
     monkeypatch.setattr(job, "export", lambda *given: asked.extend(given) or tmp_path / "served" / "file")
     o = job.Options(recipe=recipe, out=tmp_path / "run", export=tmp_path / "served", device="cpu")
-    assert f"{tmp_path}/served/file" in job.run(o).where_to_look()
+    assert f"{tmp_path}/served/file" in job.run(o).where_to_look(layout)
     assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", layout]
 
 

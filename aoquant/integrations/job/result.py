@@ -104,15 +104,22 @@ class Result:
         heads = ("stage", "seconds", "peak GB of a GPU", "tokens/s in training")
         return tabulate(rows, heads, tablefmt="github", floatfmt=("", ".1f", ".2f", ".0f"))
 
-    def where_to_look(self) -> str:
-        """Return the files that a run left, and which of them to open first."""
-        out = self.out
+    def where_to_look(self, layout: str | None) -> str:
+        """Return the files that a run left, which of them to open first, and what to do next.
+
+        layout: in which the user's own model is exported; None for the model that comes with the package.
+        """
+        out, then = self.out, ""
+        if layout is None:
+            then = f", or another model:\n  aoquant run --model FOLDER --recipe {self.recipe} --train-text FILE"
+            then += " --wikitext FOLDER --out OUT"
+        elif self.exported is None:
+            then = f"; to serve it:\n  aoquant export {out}/checkpoint --format {layout} --out served"
         return (
             (f"written for the engine: {command(self.exported)}\n" if self.exported else "")
             + f"written to {out}/: {PICTURE} (the table's), report.md (all of this), {RESULTS}, checkpoint/\n"
             f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
-            f"next: aoquant eval {out}/checkpoint, or another model:\n"
-            f"  aoquant run --model FOLDER --recipe {self.recipe} --train-text FILE --wikitext FOLDER --out OUT"
+            f"next: aoquant eval {out}/checkpoint{then}"
         )
 
     @classmethod
