@@ -154,7 +154,8 @@ class Run:
         """What the progress bar says; it empties the device's queue."""
         loss = self.losses[max(self.first, self.step - self.config.log_every) : self.step].mean().item()
         tokens = self.config.batch * self.config.window * (self.step - self.clock_step)
-        return {"loss": f"{loss:.4f}", "tokens_s": f"{tokens / (time.perf_counter() - self.clock):.3g}"}
+        seconds = max(time.perf_counter() - self.clock, 1e-6)  # some clocks stand still for milliseconds
+        return {"loss": f"{loss:.4f}", "tokens_s": f"{tokens / seconds:.3g}"}
 
     def _over(self) -> bool:
         """Whether `limit` is over; the same on all ranks."""
@@ -175,7 +176,7 @@ class Run:
         """Find the number of steps that fill `seconds`."""
         self.losses[self.step - 1].item()
         now, seconds = time.perf_counter(), self.config.seconds or 0.0
-        a_step = (now - self.clock) / (self.step - self.clock_step)
+        a_step = max(now - self.clock, 1e-6) / (self.step - self.clock_step)
         left = seconds * (1 - MARGIN) - (now - self.start)
         steps = int(self.ranks.agreed(self.step + max(0, left / a_step)))
         self.config = replace(self.config, steps=steps)
@@ -238,7 +239,7 @@ class Run:
             "steps": c.steps,
             "tokens_trained": last * tokens,
             "train_seconds": round(ended - self.start, 1),
-            "tokens_per_second": round(tokens * (last - self.clock_step) / (ended - self.clock)),
+            "tokens_per_second": round(tokens * (last - self.clock_step) / max(ended - self.clock, 1e-6)),
             "ranks": self.ranks.world,
             "losses": losses,
             "curve": [

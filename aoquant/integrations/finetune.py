@@ -138,7 +138,7 @@ def finetune(
             losses[done] = summed / size
             done += 1
             if times is not None:
-                times.append(time.monotonic() - began)
+                times.append(max(time.monotonic() - began, 1e-6))  # some clocks stand still for milliseconds
             bar.update(1)
             bar.set_postfix(loss=f"{losses[done - 1]:.4f}")
             if keeper is not None and (due or stop or done == steps):
