@@ -1,9 +1,9 @@
-"""Repeat a training step of a layer without its Python.
+"""Repeat a call of a layer, and its backward, without their Python.
 
-Nothing that the page (function.py) decides changes between two steps of a layer whose calls are alike: recipe, shapes,
-strides, dtypes, device, and what is shared with other layers. So the second such call is recorded (`ops.program`), and
-later ones run the kernels alone, forward and backward apart. Layers with equal calls share their programs. The kernels
-and their order are those of the page, and so are the bits.
+Nothing that the page (function.py) decides changes between two calls that are alike: recipe, shapes, strides, dtypes,
+device, which gradients are asked for, and what is shared with other layers. So the second such call is recorded
+(`ops.program`), and later ones run the kernels alone, forward and backward apart. Layers with equal calls share their
+programs. The kernels and their order are those of the page, and so are the bits.
 
 Only on `DEVICES`, where steps wait for the host. A call that is not ordinary takes the page: scales, transforms or
 codes that the layer holds beside its weight, sharded weights, dispatch modes, autocast, forced backends, a CUDA graph's

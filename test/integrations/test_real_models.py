@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from aoquant import quantize_
+from aoquant import PackedTensor, quantize_
 from aoquant.integrations import losses
 from aoquant.integrations.text import assets
 from aoquant.linear.prepared import QATLinear
@@ -200,6 +200,27 @@ def test_rows_with_another_recipe_for_some_layers(real: Any, tmp_path: Path) -> 
             if isinstance(module, QATLinear):
                 wanted = other if fqn.endswith(("gate_proj", "up_proj")) else recipe
                 assert module.prepared.recipe.input_name == resolve(get_recipe(wanted).make()).recipe.input_name, fqn
+
+
+def test_rows_with_another_recipe_for_some_layers_start_from_calibrated_ptq(real: Any, tmp_path: Path) -> None:
+    """These layers have it in PTQ as in QAT: gate and up multiply bfloat16 inputs, the others four bits."""
+    llama().save_pretrained(tmp_path / "model")
+    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
+    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
+    given += ["--tokens", "256", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    real.main([*map(str, given), "--rows", "nvfp4-w4a16-gate-up", "nvfp4-w4a16-gate-up+awq"])
+    nearest, _, calibrated, trained = lines(tmp_path / "r.csv")[1:]
+    assert calibrated["wikitext_kl"] != nearest["wikitext_kl"] and calibrated["bits"] == nearest["bits"]
+    assert trained["equal"] == "True" and not trained["error"]
+    students, rows = (importlib.import_module(name) for name in ("experiments.students", "real_models.rows"))
+    row, layers = rows.row("nvfp4-w4a16-gate-up+awq"), rows.MIXED["nvfp4-w4a16-gate-up"][1]
+    made = students.Student(row, llama(), torch.ones(4, 16, dtype=torch.long), "awq", layers=layers).ptq()
+    inputs = {name.rpartition(".")[2]: m.weight.recipe.input_name for name, m in made.named_modules() if packed(m)}
+    assert {name for name, of in inputs.items() if not of} == {"gate_proj", "up_proj"} and len(inputs) == 7
+
+
+def packed(module: Any) -> bool:
+    return isinstance(getattr(module, "weight", None), PackedTensor)
 
 
 def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:
