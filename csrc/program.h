@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,7 +28,7 @@ using torch::stable::detail::from;
 
 using torch::stable::detail::to;
 
-// As in native_program.py.
+// The same numbers stand in native_program.py.
 enum StepKind : int64_t { MAKE, VIEW, OPERATOR, LAUNCH, DROP };
 enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, MAYBE };
 
@@ -230,8 +231,12 @@ inline int64_t make(std::vector<int64_t> words, std::string names, int64_t argum
 }
 
 inline void forget(int64_t program) {
+  std::shared_ptr<const Program> last;  // freed behind the lock
   std::lock_guard lock(mutex);
-  programs.erase(program);
+  if (auto found = programs.find(program); found != programs.end()) {
+    last = std::move(found->second);
+    programs.erase(found);
+  }
 }
 
 inline std::shared_ptr<const Program> find(int64_t program, const std::vector<Tensor>& arguments) {

@@ -106,18 +106,20 @@ class Step:
         grad = arguments[0]
         if type(grad) not in _PLAIN or _unusual(grad):  # type: ignore[arg-type]
             return function()
-        low, strides, one = 0, list[Any](), set[int]()
+        device, low, layouts, one = grad.get_device(), 0, list[Any](), set[int]()  # type: ignore[union-attr]
         for t in arguments:
             if t is None:
-                strides.append(None)
+                layouts.append(None)
+            elif type(t) not in _PLAIN or t.get_device() != device:  # hooks of saved tensors may change anything
+                return function()
             else:
-                strides.append(t.stride())
+                layouts.append((t.shape, t.stride(), t.dtype))
                 low |= t.data_ptr()
                 one.add(id(t))
-        twice = len(one) + strides.count(None) < len(arguments)  # a program would take them for one
+        twice = len(one) + layouts.count(None) < len(arguments)  # a program would take them for one
         if twice or low % 16:
             return function()
-        key = tuple(strides)
+        key = tuple(layouts)
         program = self.backward.get(key, NEVER if len(self.backward) >= MOST else NEW)
         if isinstance(program, Program):
             return program(arguments)
@@ -191,10 +193,10 @@ _NOTHING = (None,) * 4
 
 def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
     """Return whether a call is an ordinary one, which `forward` takes."""
-    low = 0
+    low, device = 0, x.get_device()
     for t in (x, w, bias) if given.packed is None else (x, bias, *given.packed[:4]):
         if t is not None:
-            if type(t) not in _PLAIN:
+            if type(t) not in _PLAIN or t.get_device() != device:
                 return False
             low |= t.data_ptr()
     return (

@@ -30,11 +30,12 @@ _KINDS = {
     "Tensor": TENSOR, "List[Tensor]": TENSORS, "int": INTEGER, "SymInt": INTEGER, "float": NUMBER, "bool": BOOLEAN,
     "ScalarType": TYPE, "List[int]": INTEGERS, "List[SymInt]": INTEGERS,
 }  # fmt: skip
+# numbers of c10::ScalarType
 _TYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
     torch.float64: 7, torch.bool: 11, torch.bfloat16: 15, torch.float8_e5m2: 23, torch.float8_e4m3fn: 24,
     torch.float8_e8m0fnu: 44,
-}  # fmt: skip  # c10::ScalarType
+}  # fmt: skip
 
 
 class Slot(int):
@@ -58,9 +59,9 @@ class Kernel(NamedTuple):
     parameters: Sequence[int | None]
 
 
-def make(t: Tensor, result: int) -> Words | None:
-    """Return the words that make an empty tensor like `t`."""
-    if t.dtype not in _TYPES or t.layout is not torch.strided:
+def make(t: Tensor, device: torch.device, result: int) -> Words | None:
+    """Return the words that make an empty tensor like `t` in a program of `device`."""
+    if t.dtype not in _TYPES or t.layout is not torch.strided or t.device != device:
         return None
     return [MAKE, Slot(result), _TYPES[t.dtype], max(t.get_device(), 0), *_list(t.shape), *_list(t.stride())]
 

@@ -6,8 +6,9 @@ tensors that it reads and makes. A `Program` repeats them on other tensors. It h
 strides, dtypes, device and alignment, and for a function whose Python decides by nothing else; the caller's key says so
 (linear/replay.py).
 
-A program is returned only where it is known to be whole: no value was read back from the device, no argument was
-written, no launch went past `Launch`, and a first run gives the bits of the function's own results.
+A program is returned only where it is known to be whole: no operator read a value back from the device, no argument
+was written, no launch went past `Launch`, and a first run gives the bits of the function's own results.
+(`Tensor.tolist` and `Tensor.numpy` use no operator: a function that is recorded calls neither.)
 """
 
 from __future__ import annotations
@@ -85,13 +86,19 @@ class Program:
         if self._native is not None:
             try:
                 made = self._native.run(self._native.number, [t for t in arguments if t is not None])
-            except RuntimeError:  # the same step will raise below, with its own error
-                pass
-            else:
-                if self._none is None:
-                    return made
-                results = iter(made)
-                return [None if none else next(results) for none in self._none]
+            except RuntimeError as error:
+                results = self._one_by_one(arguments)  # the same step raises here, with its own error
+                _log.debug("only csrc's library failed: %s", error)
+                self._native = None
+                return results
+            if self._none is None:
+                return made
+            there = iter(made)
+            return [None if none else next(there) for none in self._none]
+        return self._one_by_one(arguments)
+
+    def _one_by_one(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run the steps in Python."""
         at = [*arguments, *self._slots]
         for function, places, result, _ in self._steps:
             if function is None:
@@ -154,7 +161,8 @@ def _equal(program: Program, arguments: Sequence[Tensor | None], results: Sequen
                 return False
             if made.stride() != wanted.stride() or not torch.equal(_bytes(made), _bytes(wanted)):
                 return False
-    except torch.OutOfMemoryError:  # twice the results: the function itself had room for them
+    except Exception as error:  # memory for twice the results, say: the function itself could run
+        _log.debug("its first run failed: %s", error)
         return False
     return True
 
@@ -180,6 +188,8 @@ class Recorder(TorchDispatchMode):
         self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
         self._steps: list[Step] = []
         self._held: list[Tensor] = []  # so that an id is one tensor's
+        self._as_operator: dict[int, Callable[[], list[Any] | None]] = {}  # the other words for a view
+        self._device = next((t.device for t in arguments if t is not None), torch.device("cpu"))
         self._made: set[int] = set()
         self._own: set[int] = set()  # storages of what was made
         self._large: set[int] = set()
@@ -224,6 +234,9 @@ class Recorder(TorchDispatchMode):
             if last:
                 steps.append(Step(None, last, -1, native.drop(last)))
             needed.update(step.places)
+            if step.result in found and step.result in self._as_operator:
+                # a view that is handed out shares the version of what it views, which only its operator sees to
+                step = step._replace(words=self._as_operator[step.result]())
             steps.append(step)
         slots = [None if slot in self._made else t for slot, t in enumerate(self._tensors)]
         return Program(steps[::-1], slots, found, self._count)
@@ -258,6 +271,8 @@ class Recorder(TorchDispatchMode):
         if func is _aten.as_strided.default and args[0].untyped_storage()._cdata in self._storages:
             self.refuse(f"{func} counts from the beginning of an argument's storage")
         several = isinstance(made, (tuple, list))
+        if schema.is_mutable and made is not None and (several or id(made) not in self._slots):
+            self.refuse(f"{func} writes a tensor and makes another")
         if made is not None and not all(isinstance(t, Tensor) for t in (made if several else (made,))):
             if not given:  # of dtypes and sizes, which stay the same
                 return
@@ -274,7 +289,7 @@ class Recorder(TorchDispatchMode):
         if func in _EMPTY:
             how = {"dtype": made.dtype, "device": made.device}
             function: Any = partial(torch.empty_strided, made.shape, made.stride(), **how)
-            self._result(function, [], made, native.make(made, len(self._tensors)))
+            self._result(function, [], made, native.make(made, self._device, len(self._tensors)))
             return
         function, places = self._call(func, args, kwargs)
         words = partial(native.operator, func, args, kwargs, self._slot)
@@ -293,6 +308,7 @@ class Recorder(TorchDispatchMode):
             return
         slot = len(self._tensors)
         if owned and made.dtype is first.dtype:
+            self._as_operator[slot] = partial(words, [slot])
             self._result(function, places, made, native.view(made, first, self._slots[id(first)], slot))
         else:
             self._result(function, places, made, words([slot]))

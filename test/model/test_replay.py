@@ -398,7 +398,18 @@ def _input_as_gradient(layers: Layers, i: int) -> list[Tensor | None]:
     return step(layers, x, lambda layer, h: layer(x), lambda y: x if i % 4 < 2 else wave(y))
 
 
+def _rounded_by_hooks(layers: Layers, i: int) -> list[Tensor | None]:
+    """What backward reads comes back in another dtype."""
+
+    def call(layer: nn.Module, h: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda t: t.bfloat16() if t.is_floating_point() and i % 4 > 1 else t, lambda t: t):
+            return layer(h)
+
+    return step(layers.float(), tokens(layers, i), call)
+
+
 TOLD_APART: dict[str, tuple[str, Run]] = {
+    "dtype of what is saved": ("int8", _rounded_by_hooks),
     "autocast": ("fp8-hybrid", _cast),
     "dtype of the weight": ("torchao-int8", _weight_dtype),
     "weight as input": ("nvfp4", _weight_as_input),

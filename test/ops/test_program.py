@@ -141,6 +141,28 @@ def test_the_library_skips_an_argument_that_is_missing(library: Any) -> None:
     assert first is None and same_bytes(product, torch.mm(given[0], given[1].t()))
 
 
+def test_a_view_that_is_a_result_shares_the_version_of_what_it_views(library: Any) -> None:
+    """So that autograd sees a write through either."""
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        made = torch.mm(x, y.t())
+        return [made, made.view(-1)]
+
+    repeat = recorded(function, *pair())
+    assert repeat is not None and repeat._native is not None
+    made, view = repeat(pair())
+    before = view._version
+    made.add_(1)
+    assert view._version == before + 1
+
+
+def test_what_is_made_elsewhere_is_left_to_python(library: Any) -> None:
+    repeat = recorded(lambda x, y: [torch.empty(3, device="meta"), torch.mm(x, y.t())][1:], *pair())
+    assert repeat is not None and repeat._native is not None  # nothing reads it
+    results, repeat = record(lambda: [torch.empty(3, device="meta")], pair())
+    assert repeat is None and results[0].device.type == "meta"
+
+
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
     assert repeat is not None and repeat._native is not None
@@ -211,6 +233,9 @@ UNCERTAIN: dict[str, Any] = {
     "equal": lambda x, y: [x * torch.equal(x, y)],
     "place in a storage": lambda x, y: [x.as_strided((4,), (1,), 3)],
     "random numbers": lambda x, y: [x + torch.rand_like(y)],
+    "a write whose indices are used": lambda x, y: [
+        torch.max(y, 1, out=(torch.zeros(4), AT.new_zeros(4)))[0] + x[:, 0]
+    ],
     "size": lambda x, y: [x * len(x[y > 0])],
 }
 WRITES: dict[str, Any] = {

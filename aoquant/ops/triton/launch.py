@@ -5,7 +5,8 @@ string and looks up the compiled kernel under it: twenty microseconds of Python 
 in a training step of one layer. Between two steps none of it changes but the tensors' addresses. So a `Launch` has its
 grid and its numbers fixed, lets Triton do all of the above once for each device, dtypes and alignment, and after that
 hands addresses to the compiled kernel that Triton returned: to its launcher, as `kernel[grid](*arguments)` does, less
-what that prepares for a profiler's hooks. Where there are such hooks, they are served.
+what that prepares for a profiler's hooks. Where there are such hooks, they are served; launches by csrc's library, of
+which `Kernel` tells it, have none.
 
 Where there is no such kernel (Triton's interpreter) or it wants to be called differently (a Triton that we do not
 know), every call takes the long way.
@@ -149,18 +150,23 @@ def _native(kernel: Any, grid: Sequence[int], arguments: Sequence[Any]) -> Kerne
         if not plain or meta.global_scratch_size or meta.profile_scratch_size or 0 in grid:
             return None
         threads, shared, address = meta.num_warps * meta.warp_size, meta.shared, kernel.function
-    except AttributeError:  # a Triton that we do not know
+        parameters = list[int | None]()
+        for kind, value in zip(signature.values(), arguments, strict=True):
+            if kind.startswith("*"):
+                parameters.append(None)
+            elif kind in ("i1", "i8", "i16", "i32", "i64"):
+                parameters.append(int(value))
+            elif kind == "fp32":
+                parameters.append(bits(value))
+            elif kind != "constexpr":
+                return None
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # a Triton that we do not know, a number beyond float32
         return None
-    parameters = list[int | None]()
-    for kind, value in zip(signature.values(), arguments, strict=True):
-        if kind.startswith("*"):
-            parameters.append(None)
-        elif kind in ("i1", "i8", "i16", "i32", "i64"):
-            parameters.append(int(value))
-        elif kind == "fp32":
-            parameters.append(bits(value))
-        elif kind != "constexpr":
-            return None
     return Kernel(address, grid, threads, shared, parameters)
 
 
