@@ -103,10 +103,10 @@ class Step:
         self, function: Callable[[], tuple[Tensor | None, ...]], arguments: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Return `function()`, the gradients, which it makes of `arguments` alone; the first is the output's."""
-        grad = arguments[0]
-        if type(grad) not in _PLAIN or _unusual(grad):  # type: ignore[arg-type]
+        grad: Any = arguments[0]
+        if type(grad) not in _PLAIN or _unusual(grad):
             return function()
-        device, low, layouts, one = grad.get_device(), 0, list[Any](), set[int]()  # type: ignore[union-attr]
+        device, low, layouts, one = grad.get_device(), 0, list[Any](), set[int]()
         for t in arguments:
             if t is None:
                 layouts.append(None)

@@ -173,7 +173,7 @@ def listed_batches(batches: Any) -> list[Any]:
 
 @dataclass
 class _Run:
-    """One calibration: what it needs, and the rows that it made so far.
+    """Hold one calibration: what it needs, and the rows that it made so far.
 
     later: changes to torchao's tensors that cannot run here: aoquant's stand in for them. shown: progress. block: "1
     of 4".

@@ -172,7 +172,7 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
 
 
 class Tried(NamedTuple):
-    """Whether a recipe's layer trains, runs converted, and computes the same in both: "yes", or why not."""
+    """Say whether a recipe's layer trains, runs converted, and computes the same in both: "yes", or why not."""
 
     recipe: str
     trains: str

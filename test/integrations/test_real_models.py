@@ -82,12 +82,18 @@ def lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def small(folder: Path, tokens: int) -> list[str]:
+    """Save a Llama and its texts. Return the arguments of a short run of them on the CPU."""
+    llama().save_pretrained(folder / "model")
+    save_texts(folder / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
+    files = {"--model": folder / "model", "--tokens-file": folder / "t.safetensors", "--csv": folder / "r.csv"}
+    numbers = {"--tokens": tokens, "--batch": 4, "--block": 32, "--rate": "1e-3", "--device": "cpu"}
+    return [str(word) for pair in (files | numbers).items() for word in pair]
+
+
 def test_rows_of_a_language_model(real: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    llama().save_pretrained(tmp_path / "model")
-    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
-    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
-    given += ["--tokens", "512", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
-    call = [*map(str, given), "--rows", "vllm-w4a16-g32", "float-ce", "float-kl", "torchao-intx4-g32", "int4-g128"]
+    given = small(tmp_path, tokens=512)
+    call = [*given, "--rows", "vllm-w4a16-g32", "float-ce", "float-kl", "torchao-intx4-g32", "int4-g128"]
     real.main(call)
     made = lines(tmp_path / "r.csv")
     found = {(line["row"], line["stage"], line["served"]): line for line in made}
@@ -163,11 +169,8 @@ def test_a_csv_without_the_newest_columns_goes_on(real: Any, tmp_path: Path) -> 
 def test_rows_of_another_recipe_for_the_embeddings(real: Any, tmp_path: Path) -> None:
     """The PTQ weights are those that llama.cpp's quantiser writes."""
     gguf = pytest.importorskip("gguf")
-    llama().save_pretrained(tmp_path / "model")
-    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
-    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
-    given += ["--tokens", "256", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
-    real.main([*map(str, given), "--rows", "gguf-q4_0@gguf-q8_0"])
+    given = small(tmp_path, tokens=256)
+    real.main([*given, "--rows", "gguf-q4_0@gguf-q8_0"])
     ptq, qat = lines(tmp_path / "r.csv")[1:]
     assert qat["equal"] == "True" and not ptq["error"] and 5 < float(ptq["bits"]) < 8.5
     students, rows = (importlib.import_module(name) for name in ("experiments.students", "real_models.rows"))
@@ -184,12 +187,9 @@ def test_rows_of_another_recipe_for_the_embeddings(real: Any, tmp_path: Path) ->
 
 def test_rows_with_another_recipe_for_some_layers(real: Any, tmp_path: Path) -> None:
     """The named layers alone have it, and the converted model equals the trained one."""
-    llama().save_pretrained(tmp_path / "model")
-    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
-    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
-    given += ["--tokens", "256", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    given = small(tmp_path, tokens=256)
     students, rows = (importlib.import_module(name) for name in ("experiments.students", "real_models.rows"))
-    real.main([*map(str, given), "--rows", *rows.MIXED])
+    real.main([*given, "--rows", *rows.MIXED])
     made = lines(tmp_path / "r.csv")[1:]
     assert [line["stage"] for line in made] == ["ptq", "qat"] * len(rows.MIXED)
     assert all(line["equal"] == "True" for line in made[1::2]) and not any(line["error"] for line in made)
@@ -204,11 +204,8 @@ def test_rows_with_another_recipe_for_some_layers(real: Any, tmp_path: Path) -> 
 
 def test_rows_with_another_recipe_for_some_layers_start_from_calibrated_ptq(real: Any, tmp_path: Path) -> None:
     """These layers have it in PTQ as in QAT: gate and up multiply bfloat16 inputs, the others four bits."""
-    llama().save_pretrained(tmp_path / "model")
-    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
-    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
-    given += ["--tokens", "256", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
-    real.main([*map(str, given), "--rows", "nvfp4-w4a16-gate-up", "nvfp4-w4a16-gate-up+awq"])
+    given = small(tmp_path, tokens=256)
+    real.main([*given, "--rows", "nvfp4-w4a16-gate-up", "nvfp4-w4a16-gate-up+awq"])
     nearest, _, calibrated, trained = lines(tmp_path / "r.csv")[1:]
     assert calibrated["wikitext_kl"] != nearest["wikitext_kl"] and calibrated["bits"] == nearest["bits"]
     assert trained["equal"] == "True" and not trained["error"]
@@ -225,11 +222,8 @@ def packed(module: Any) -> bool:
 
 def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:
     """PTQ is better than the nearest codes, and QAT starts from there."""
-    llama().save_pretrained(tmp_path / "model")
-    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
-    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
-    given += ["--tokens", "512", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
-    real.main([*map(str, given), "--rows", "int3-g32", "int3-g32+gptq"])
+    given = small(tmp_path, tokens=512)
+    real.main([*given, "--rows", "int3-g32", "int3-g32+gptq"])
     found = {(line["row"], line["stage"]): line for line in lines(tmp_path / "r.csv")}
     nearest, calibrated, qat = (found[key] for key in (
         ("int3-g32", "ptq"), ("int3-g32+gptq", "ptq"), ("int3-g32+gptq", "qat")))  # fmt: skip
@@ -238,7 +232,7 @@ def test_rows_of_calibrated_ptq(real: Any, tmp_path: Path) -> None:
     assert qat["equal"] == "True" and not qat["error"]
     assert float(qat["first_loss"]) < float(found["int3-g32", "qat"]["first_loss"])
     with pytest.raises(ValueError, match="method"):
-        real.main([*map(str, given), "--rows", "int3-g32+best"])
+        real.main([*given, "--rows", "int3-g32+best"])
 
 
 def test_rows_of_other_tools(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +265,9 @@ def test_rows_of_other_tools(real: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "model")
-    save_texts(tmp_path / "t.safetensors", train=60, wikitext=3, other=2, validation=2)
-    given = ["--model", tmp_path / "model", "--tokens-file", tmp_path / "t.safetensors", "--csv", tmp_path / "r.csv"]
-    given += ["--tokens", "512", "--batch", "4", "--block", "32", "--rate", "1e-3", "--device", "cpu"]
+    given = small(tmp_path, tokens=512)
     names = ("kv-fp8-query", "kv-int4-token-head", "vllm-w4a16-g32-kv-fp8")
-    real.main([*map(str, given), "--seeds", "0", "1", "--prompts", "2", "--rows", *names])
+    real.main([*given, "--seeds", "0", "1", "--prompts", "2", "--rows", *names])
     base, *others = lines(tmp_path / "r.csv")
     assert [(line["row"], line["stage"], line["seed"]) for line in others] == [
         (row, *key) for row in names for key in (("ptq", "0"), ("qat", "0"), ("qat", "1"))
@@ -288,7 +279,7 @@ def test_rows_of_kv_caches(real: Any, tmp_path: Path) -> None:
     first, second = (line["wikitext_kl"] for line in others[1:3])
     assert first != second  # of another order
     with pytest.raises(ValueError, match="no recipe"):
-        real.main([*map(str, given), "--rows", "int9-kv-fp8"])
+        real.main([*given, "--rows", "int9-kv-fp8"])
     publish = importlib.import_module("real_models.publish")
     alone, with_layers, said = publish.kv_table("A model", lines(tmp_path / "r.csv"), "r.csv")
     assert "| `fp8`, queries too | 8.00 | 0.001 |" in alone and "`int4-token-head` | 6.00" in alone

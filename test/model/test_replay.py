@@ -131,7 +131,7 @@ def test_two_layers_with_one_input(recipe: str, device: torch.device, pages: Any
 
 
 def _through_packed(layers: Layers, i: int) -> list[Tensor | None]:
-    """As under LoRA: the input's gradient alone; and, without gradients, by the page rather than a bound kernel."""
+    """Ask for the input's gradient alone, as under LoRA, and for y without gradients, by no bound kernel."""
     x = tokens(layers, i).requires_grad_()
     ys = [layer(x) for layer in layers]
     with torch.no_grad():
@@ -399,7 +399,7 @@ def _input_as_gradient(layers: Layers, i: int) -> list[Tensor | None]:
 
 
 def _rounded_by_hooks(layers: Layers, i: int) -> list[Tensor | None]:
-    """What backward reads comes back in another dtype."""
+    """Bring back what backward reads in another dtype."""
 
     def call(layer: nn.Module, h: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda t: t.bfloat16() if t.is_floating_point() and i % 4 > 1 else t, lambda t: t):

@@ -58,7 +58,7 @@ def logits_fingerprint(model: PreTrainedModel, ids_BT: Tensor) -> str:
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """What the order of sums depends on: torch, the kind of device, which one, and the threads of a CPU."""
+    """Return what the order of sums depends on: torch, the kind of device, which one, and the threads of a CPU."""
     device = torch.device(device)
     found = {"torch": torch.__version__, "device": device.type}
     if device.type == "cuda":

@@ -155,7 +155,7 @@ class Folder:
 
 
 def _command(o: Options) -> dict[str, Any]:
-    """What has to be equal for stages of one table: all settings but the number of ranks and where results go."""
+    """Return what is equal for all stages of one table: all settings but the number of ranks and where results go."""
     options = {name: value for name, value in o.as_json().items() if name not in ("out", "export")}
     here = environment(o.device)
     here.pop("threads", None)  # the last bits of a sum, and not worth a fine-tune

@@ -291,7 +291,7 @@ def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
 
 
 class Outputs(NamedTuple):
-    """Where an encoder writes codes (R, bytes) and scales of blocks, both as bytes, and values (R, K); None: not
+    """Hold where an encoder writes codes (R, bytes) and scales of blocks, both as bytes, and values (R, K); None: not
     those.
     """
 

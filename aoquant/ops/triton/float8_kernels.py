@@ -110,7 +110,7 @@ def _encode_row(
     RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, ELEMENT: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
     DTYPE: tl.constexpr, FLOOR: tl.constexpr, B: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. VALUES: "", "operand" or "decode". FLOOR: of MSLK's absmax, 0 for PyTorch's scales."""
+    """Encode one row a program. VALUES: "", "operand" or "decode". FLOOR: of MSLK's absmax, 0 for PyTorch's scales."""
     start = tl.cast(tl.program_id(0), tl.int64) * k
     column = tl.arange(0, B)
     x = tl.load(x_ptr + start + column, mask=column < k, other=0.0).to(tl.float32)

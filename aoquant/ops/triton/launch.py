@@ -136,7 +136,7 @@ class Launch:
 
 
 class _Ready(NamedTuple):
-    """A compiled kernel, and a function that launches it on addresses."""
+    """Hold a compiled kernel, and a function that launches it on addresses."""
 
     run: Callable[[Sequence[Any]], None]
     kernel: Any
@@ -160,12 +160,8 @@ def _native(kernel: Any, grid: Sequence[int], arguments: Sequence[Any]) -> Kerne
                 parameters.append(bits(value))
             elif kind != "constexpr":
                 return None
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # a Triton that we do not know, a number beyond float32
+    # a Triton that we do not know, or a number beyond float32
+    except (AttributeError, TypeError, ValueError, OverflowError):
         return None
     return Kernel(address, grid, threads, shared, parameters)
 
