@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,26 @@ def finetune(
         first = keeper.load()
     order_SB = order_of_blocks(len(blocks_BT), steps, batch_size, seed)
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
-    every, done, stop = max(1, steps // LOOKS), first, False
+    every, done, due, stop = max(1, steps // LOOKS), first, False, False
+    # A GPU's results are read one step late, when the next one is issued: the host never waits for the newest.
+    late: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def is_enough() -> bool:
         return enough is not None and 0 < done < steps and done % every == 0 and enough(trained)
+
+    def hear(leave: int) -> None:
+        """Read the results of steps, but not of the last `leave`."""
+        nonlocal due, stop
+        while len(late) > leave:
+            told, event = late.popleft()
+            if event is not None:
+                event.synchronize()
+            summed, wants_checkpoint, interrupted = told.tolist()
+            loss_of_step = summed / size
+            losses[done - 1 - len(late)] = loss_of_step
+            due, stop = due or bool(wants_checkpoint), stop or bool(interrupted)
+            bar.update(1)
+            bar.set_postfix(loss=f"{loss_of_step:.4f}")
 
     with progress(steps, label, "step", show=rank == 0) as bar, interrupts(keeper, echo=2.0 if shared else 0.0):
         if first:
@@ -131,19 +148,23 @@ def finetune(
             trained.zero_grad(set_to_none=True)
             # one collective: the mean loss, and whether any rank wants a checkpoint or was interrupted
             wishes = keeper.wishes() if keeper is not None else (False, False)
-            told = torch.tensor([float(value), *map(float, wishes)], device=trained.device)
+            told = torch.tensor([0.0, *map(float, wishes)], device="cpu").to(trained.device, non_blocking=True)
+            told[0] = value
             if shared:
                 dist.all_reduce(told)
-            summed, due, stop = told.tolist()
-            losses[done] = summed / size
             done += 1
+            late.append(_sent(told))
+            due, stop = (False, False) if shared else wishes
+            hear(leave=int(late[-1][1] is not None))
+            if due or stop or done == steps:
+                hear(leave=0)
             if times is not None:
                 times.append(max(time.monotonic() - began, 1e-6))  # some clocks stand still for milliseconds
-            bar.update(1)
-            bar.set_postfix(loss=f"{losses[done - 1]:.4f}")
             if keeper is not None and (due or stop or done == steps):
                 keeper.save(done)
-        if keeper is not None and not stop and first < done < steps:
+        early = not stop and first < done < steps
+        hear(leave=0)
+        if keeper is not None and early:
             keeper.save(done)
     if fake_quant_after_n_steps:
         set_fake_quant(trained, True)
@@ -153,6 +174,15 @@ def finetune(
         raise KeyboardInterrupt
     model.eval()
     return losses[:done].tolist()
+
+
+def _sent(t: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return (a copy of `t` for the host, the event behind which a GPU has written it)."""
+    if not t.is_cuda:
+        return t, None
+    copy, event = t.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+    return copy, event
 
 
 def check_switch(after: int, steps: int) -> None:
@@ -238,7 +268,11 @@ def unshard(sharded: PreTrainedModel, model: PreTrainedModel) -> None:
 
 def scored_tokens(ids_BT: Tensor, loss: str, documents: Documents) -> int:
     """Return how many predictions of token blocks the loss is a mean of."""
-    return int((next_tokens(ids_BT, documents.unscored) != IGNORED).sum()) if loss == "ce" else ids_BT.numel()
+    if loss != "ce":
+        return ids_BT.numel()
+    if documents.unscored is None:
+        return len(ids_BT) * (ids_BT.shape[1] - 1)
+    return int((next_tokens(ids_BT, documents.unscored) != IGNORED).sum())
 
 
 def accumulate(model: nn.Module, parts: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -282,7 +316,10 @@ def block_loss(
 
     weight: of a token; by default the result is the mean. The logits are made a chunk of tokens at a time.
     """
-    ids_BT = blocks_BT[rows].to(model.device)
+    ids_BT = blocks_BT[rows]
+    if model.device.type == "cuda" and ids_BT.device.type == "cpu":
+        ids_BT = ids_BT.pin_memory()  # or the copy would wait for all that the device has to do
+    ids_BT = ids_BT.to(model.device, non_blocking=True)
     inputs = documents.inputs(ids_BT)
     targets_N = next_tokens(ids_BT, documents.unscored).flatten()
     if weight is None:

@@ -4,18 +4,23 @@ With 262 144 tokens the logits of 2048 positions take 2 GB in float32, and the p
 tensors. Here the model runs to its last hidden states. Then its own code behind them (output head, soft capping,
 scaling: whatever the family has, quantised or tied) runs on one chunk of tokens after another, and each chunk is
 differentiated at once, as in Liger Kernel's fused linear losses (arXiv:2410.10989). On a GPU a Triton kernel computes
-the KL divergence of a chunk, and liger-kernel, where it is installed, the cross entropy.
+both losses of a chunk.
+
+Nothing here reads a number back from a GPU: while its long kernels compute a loss, the host issues the layers' short
+ones of backward and of the next step.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import masking_utils
 from transformers.modeling_outputs import BaseModelOutput
 
 from aoquant.ops.codec import has_triton
@@ -27,6 +32,9 @@ CHUNK_SHARE = 32  # of a large GPU's memory, this part instead: each chunk costs
 BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
 IGNORED = -100  # target of a token that is not scored, as in torch's cross_entropy
 LossOf = Callable[[Tensor, slice], Tensor]
+
+_find_texts: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
+_threads: set[int] = set()  # inside `_one_text_a_row`
 
 
 def hidden_states(model: Any, **inputs: Any) -> Tensor:
@@ -40,9 +48,33 @@ def hidden_states(model: Any, **inputs: Any) -> Tensor:
         found.append(output[0])
         return type(output)(last_hidden_state=output[0][:, :1])
 
-    with model.base_model.register_forward_hook(first_position):
+    with model.base_model.register_forward_hook(first_position), _one_text_a_row("position_ids" not in inputs):
         model(**{**inputs, "use_cache": False})
     return found[-1]
+
+
+@contextmanager
+def _one_text_a_row(known: bool) -> Iterator[None]:
+    """Where it is known that rows hold one text each, keep transformers from looking for several: it reads the answer
+    back from the device, so the host would wait for the whole step before.
+    """
+    if not known or _find_texts is None:
+        yield
+        return
+    _threads.add(get_ident())
+    masking_utils.find_packed_sequence_indices = _texts_of_row
+    try:
+        yield
+    finally:
+        _threads.discard(get_ident())
+        if not _threads:
+            masking_utils.find_packed_sequence_indices = _find_texts
+
+
+def _texts_of_row(position_ids: Tensor) -> Any:
+    """Stand for transformers' function of this name, which other threads may call meanwhile."""
+    known = not torch.compiler.is_compiling() and get_ident() in _threads
+    return None if known else _find_texts(position_ids)
 
 
 def logits_of(model: Any, hidden_ND: Tensor) -> Tensor:
@@ -184,12 +216,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, weight: float = 1.0) -> 
 
     targets_N: int64 token ids; rows whose target is IGNORED add nothing.
     """
-    if logits_NV.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
-        from liger_kernel.transformers.functional import liger_cross_entropy
-
-        nats: Tensor = liger_cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
-        return nats.float() * weight
-    return _RowLoss.apply(_cross_entropy_rows, logits_NV, targets_N, weight)  # type: ignore[no-untyped-call]
+    return _row_loss(_cross_entropy_rows, logits_NV, targets_N, weight)
 
 
 def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, weight: float = 1.0) -> Tensor:
@@ -205,11 +232,16 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, weight: float = 1.0) -
             f"kl_divergence: the student's logits are {tuple(student_NV.shape)} and the teacher's "
             f"{tuple(teacher_NV.shape)}: give both models one vocabulary and the same tokens"
         )
+    return _row_loss(_kl_rows, student_NV, teacher_NV, weight)
+
+
+def _row_loss(rows: Callable[[Tensor, Tensor], Any], logits_NV: Tensor, targets: Tensor, weight: float) -> Tensor:
+    """Return `weight` times the sum of a loss: by a kernel, or by `rows` on blocks of rows."""
     found: Tensor
-    if has_triton(student_NV.device):
-        found = _Divergence.apply(student_NV, teacher_NV, weight)  # type: ignore[no-untyped-call]
+    if has_triton(logits_NV.device):
+        found = _KernelLoss.apply(logits_NV, targets, weight)  # type: ignore[no-untyped-call]
     else:
-        found = _RowLoss.apply(_kl_rows, student_NV, teacher_NV, weight)  # type: ignore[no-untyped-call]
+        found = _RowLoss.apply(rows, logits_NV, targets, weight)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -257,18 +289,18 @@ class _RowLoss(torch.autograd.Function):
         return None, d_NV.mul_(grad), None, None
 
 
-class _Divergence(torch.autograd.Function):
-    """Sum the KL divergence of rows by a kernel. Both logits are saved: backward makes the gradient in one pass."""
+class _KernelLoss(torch.autograd.Function):
+    """Sum the loss of rows by a kernel. All logits are saved: backward makes the gradient in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, student_NV: Tensor, teacher_NV: Tensor, weight: float) -> Tensor:
-        read = [t if t.stride(1) == 1 else t.contiguous() for t in (student_NV, teacher_NV)]
-        found_3N: Tensor = imported("divergence_kernels").divergence(*read)
-        ctx.save_for_backward(*read, found_3N)
+    def forward(ctx: Any, logits_NV: Tensor, targets: Tensor, weight: float) -> Tensor:
+        read = [t if t.stride(-1) == 1 else t.contiguous() for t in (logits_NV, targets)]
+        found_RN: Tensor = imported("loss_kernels").row_losses(*read, IGNORED)
+        ctx.save_for_backward(*read, found_RN)
         ctx.weight = weight
-        return found_3N[0].sum() * weight
+        return found_RN[0].sum() * weight
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (grad,) = grad_outputs
-        return imported("divergence_kernels").gradient(*ctx.saved_tensors, grad * ctx.weight), None, None
+        return imported("loss_kernels").gradient(*ctx.saved_tensors, grad * ctx.weight, IGNORED), None, None

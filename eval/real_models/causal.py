@@ -50,7 +50,7 @@ class CausalLM:
         self.blocks_BT = torch.cat((cut_BT.new_full((blocks, 1), bos), cut_BT), 1).long()
 
     def loss(self, student: Any, ids_BT: Tensor, loss: str) -> Tensor:
-        """Return a step's loss, in nats a token: "kl" to the teacher, for which nothing waits for a GPU, or "ce"."""
+        """Return a step's loss, in nats a token, "kl" to the teacher or "ce". Nothing waits for a GPU."""
         return block_loss(student, self.teacher, ids_BT, torch.arange(len(ids_BT), device=ids_BT.device), loss)
 
     @torch.no_grad()

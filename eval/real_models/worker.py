@@ -149,8 +149,8 @@ class Worker:
 
         def train() -> dict[str, Any]:
             model = student.prepared(keys[0]["seed"])
-            # sentences have no common length; torchao's layers and liger's cross entropy read numbers back
-            graph = self.o.device == "cuda" and row.kind != "torchao" and keys[0]["loss"] == "kl"
+            # sentences have no common length; torchao's layers read numbers back
+            graph = self.o.device == "cuda" and row.kind != "torchao" and not self.o.embedding
             graph = graph and self.o.block <= (sliding_window(self.float_model) or self.o.block)
             found.update(self._train(model, keys[0]["loss"], keys[0]["seed"], graph))
             found["model"], found["scores"] = model.eval(), self.task.score(model)

@@ -73,7 +73,7 @@ def test_a_graph_trains_as_eager_steps_do(
 def test_rows_of_a_public_model_train_in_a_graph_as_without_one(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers, KV caches, held scales of a calibrated start. Cross entropy is not captured: liger reads a count back."""
+    """Layers, KV caches, held scales of a calibrated start, both losses."""
     main, worker = (importlib.import_module(f"real_models.{name}") for name in ("__main__", "worker"))
     llama("sdpa").save_pretrained(tmp_path / "model")
     texts = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from support.meters import peak_bytes
 from support.models import distillation_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import losses
@@ -45,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Return a device on which Triton computes the KL divergence: CUDA, or the CPU by Triton's interpreter."""
+    """Return a device on which Triton computes the losses: CUDA, or the CPU by Triton's interpreter."""
     if (device.type == "cpu") != (os.environ.get("TRITON_INTERPRET") == "1"):
         pytest.skip("TRITON_INTERPRET=1, with Triton installed, runs the kernel on the CPU and there alone")
     if device.type == "cpu":
@@ -210,6 +212,49 @@ def test_the_kernel_is_near_float64(kernel: torch.device, dtype: torch.dtype, vo
     assert torch.equal(again, loss) and torch.equal(torch.autograd.grad(2 * again, student)[0], grad)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 50, 20011])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cross_entropy_by_the_kernel_is_near_float64(kernel: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Rows and targets have strides; two rows are not scored, one of them with a NaN among its logits."""
+    logits = (5 * torch.randn(7, vocabulary + 16, device=kernel)).to(dtype)[:, :vocabulary]
+    targets = torch.randint(vocabulary, (7, 2), device=kernel)[:, 0]
+    targets[[2, 5]], logits[5] = losses.IGNORED, torch.nan
+    weight, scored = 0.37, targets != losses.IGNORED
+    logits.requires_grad_()
+    loss = losses.cross_entropy(logits, targets, weight)
+    (grad,) = torch.autograd.grad(2 * loss, logits)
+    assert loss.dtype == torch.float32 and grad.dtype == dtype and not grad[~scored].any()
+    log_q = logits.detach()[scored].double().log_softmax(-1)
+    one_hot = F.one_hot(targets[scored], vocabulary).double()
+    torch.testing.assert_close(loss.double(), -weight * (log_q * one_hot).sum(), rtol=2e-6, atol=1e-6)
+    wanted = 2 * weight * (log_q.exp() - one_hot)
+    rounding = torch.finfo(dtype).eps  # Triton's interpreter truncates bfloat16
+    bound = weight * 2.0**-15 * (log_q.exp() + one_hot) + rounding * wanted.abs()
+    assert ((grad[scored].double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("vocabulary", [7, 9000])
+def test_cross_entropy_by_the_kernel_treats_what_is_not_finite_as_torch_does(
+    kernel: torch.device, vocabulary: int
+) -> None:
+    """A logit that is ruled out, infinite or NaN, the target's or another; then all that are ruled out. What is no
+    token of the vocabulary has NaN.
+    """
+    for value in (-torch.inf, torch.inf, torch.nan):
+        for at in (2, 3, slice(None)):
+            logits = torch.randn(1, vocabulary, device=kernel)
+            logits[0, at] = value
+            logits.requires_grad_()
+            target = torch.tensor([2], device=kernel)
+            loss = losses.cross_entropy(logits, target)
+            (grad,) = torch.autograd.grad(loss, logits)
+            wanted, d = losses._cross_entropy_rows(logits.detach(), target)
+            torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+            torch.testing.assert_close(grad, d, rtol=1e-4, atol=1e-6, equal_nan=True)
+    for token in (-1, vocabulary):
+        assert losses.cross_entropy(torch.randn(1, vocabulary, device=kernel), torch.tensor([token]).to(kernel)).isnan()
+
+
 @pytest.mark.parametrize("vocabulary", [7, 9000])
 def test_the_kernel_treats_what_is_not_finite_as_torch_does(kernel: torch.device, vocabulary: int) -> None:
     """Student, teacher and both rule out a token; either has a NaN, or an infinite logit; either rules out every token,
@@ -229,9 +274,10 @@ def test_the_kernel_treats_what_is_not_finite_as_torch_does(kernel: torch.device
         torch.testing.assert_close(grad, d, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["kl", "ce"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2"])
-def test_by_the_kernel_equal_the_plain_loss(kernel: torch.device, family: str) -> None:
-    assert_equal(model_of(family).to(kernel), model_of(family, seed=1).to(kernel), "kl", 1e-5)
+def test_by_the_kernel_equal_the_plain_loss(kernel: torch.device, family: str, kind: str) -> None:
+    assert_equal(model_of(family).to(kernel), model_of(family, seed=1).to(kernel), kind, 1e-5)
 
 
 @pytest.mark.gpu
@@ -258,14 +304,18 @@ def test_the_kernel_reaches_rows_beyond_two_to_the_31_elements(kernel: torch.dev
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_holds_the_chunks_of_the_kernel(kernel: torch.device) -> None:
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_a_cuda_graph_holds_the_chunks_of_the_kernel(kernel: torch.device, kind: str) -> None:
     """Replayed on other hidden states it gives what the eager step gives for these."""
     model = model_of("gemma3_text", torch.bfloat16).to(kernel)
     hidden, teacher = torch.randn(2, 1, 42, 32, dtype=torch.bfloat16, device=kernel)
     hidden.requires_grad_()
+    targets = torch.arange(42, device=kernel)
 
     def step() -> tuple[Tensor, ...]:
         def of(logits: Tensor, at: slice) -> Tensor:
+            if kind == "ce":
+                return losses.cross_entropy(logits, targets[at], 1 / 42)
             return losses.kl_divergence(logits, losses.logits_of(model, teacher[0, at]).detach(), 1 / 42)
 
         loss = losses.chunked_loss(model, hidden, of, 8)
@@ -281,15 +331,22 @@ def test_a_cuda_graph_holds_the_chunks_of_the_kernel(kernel: torch.device) -> No
 
 @pytest.mark.gpu
 @pytest.mark.no_poison
-def test_the_peak_at_gemmas_head_is_three_matrices_of_logits_and_the_float32_sum(kernel: torch.device) -> None:
-    """Its head is 262144 x 640; these are 16 chunks of 256 tokens."""
+@pytest.mark.parametrize(("kind", "matrices"), [("kl", 3), ("ce", 2)])
+def test_the_peak_at_gemmas_head_is_some_matrices_of_logits_and_the_float32_sum(
+    kernel: torch.device, kind: str, matrices: int
+) -> None:
+    """Its head is 262144 x 640; these are 16 chunks of 256 tokens. Logits, the teacher's and the gradient."""
     sizes = {"vocab_size": 262144, "hidden_size": 640, "head_dim": 64}
     model = model_of("gemma3_text", torch.bfloat16, **sizes).to(kernel)
     weight = model.get_output_embeddings().weight
     hidden, teacher = torch.randn(2, 1, 4096, 640, dtype=torch.bfloat16, device=kernel)
     hidden.requires_grad_()
 
+    targets = torch.arange(4096, device=kernel)
+
     def of(logits: Tensor, at: slice) -> Tensor:
+        if kind == "ce":
+            return losses.cross_entropy(logits, targets[at], 1 / 4096)
         return losses.kl_divergence(logits, losses.logits_of(model, teacher[0, at]).detach(), 1 / 4096)
 
     losses.chunked_loss(model, hidden, of, 256).backward()  # cuBLAS's workspace
@@ -298,7 +355,7 @@ def test_the_peak_at_gemmas_head_is_three_matrices_of_logits_and_the_float32_sum
     torch.cuda.reset_peak_memory_stats()
     losses.chunked_loss(model, hidden, of, 256).backward()
     made = torch.cuda.max_memory_allocated() - before
-    assert made <= 1.05 * (3 * 256 * 262144 * 2 + 4 * weight.numel())
+    assert made <= 1.05 * (matrices * 256 * 262144 * 2 + 4 * weight.numel())
 
 
 def test_logits_of_two_vocabularies_are_refused() -> None:
@@ -368,20 +425,44 @@ def test_many_chunks_peak_as_one_does(kind: str) -> None:
     assert run(rows * chunks) < peak_bytes(lambda: F.cross_entropy(logits.float(), targets).backward()) / 2
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_liger_kernels_cross_entropy_is_the_plain_one(family: str) -> None:
-    """With soft capping too, which the model applies before the kernel."""
-    pytest.importorskip("liger_kernel", reason="the liger extra is not installed")
-    model, ids = model_of(family).cuda(), IDS.cuda()
-    targets = losses.next_tokens(ids).flatten()
+class ReadsBack(TorchDispatchMode):
+    """Raise where an operator reads a value back from the device."""
 
-    def by_liger() -> Tensor:
-        hidden = losses.hidden_states(model, input_ids=ids)
-        return losses.chunked_loss(model, hidden, lambda x, at: losses.cross_entropy(x, targets[at], 1 / 40), 5)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read back"
+        return func(*args, **(kwargs or {}))
 
-    wanted = gradients(model, lambda: model(input_ids=ids, labels=ids).loss)
-    value, found = gradients(model, by_liger)
-    torch.testing.assert_close(value, wanted[0], rtol=1e-5, atol=1e-6)
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, wanted[1][name], rtol=1e-4, atol=1e-6)
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_reads_no_value_back(family: str) -> None:
+    """A read-back would keep the host from issuing the next kernels while a GPU computes the loss."""
+    model, teacher = model_of(family), model_of(family, seed=1)
+    wanted = {kind: by_chunks(model, teacher, kind, 5).detach() for kind in ("kl", "ce")}
+    for m in (model, teacher):
+        m.config.pad_token_id = None  # GPT-2 looks for it
+        if family == "mixtral":
+            m.set_experts_implementation("batched_mm")  # others count the tokens of each expert
+    with ReadsBack():
+        found = {kind: by_chunks(model, teacher, kind, 5).detach() for kind in wanted}
+    torch.testing.assert_close(found, wanted)
+
+
+def test_rows_of_several_texts_are_still_found() -> None:
+    """In the same call where position ids say so; in another thread meanwhile; and after a call that raised."""
+    find = masking_utils.find_packed_sequence_indices
+    model = model_of("llama")
+    two = torch.tensor([[0, 1, 2, 0, 1]])
+    apart = losses.hidden_states(model, input_ids=IDS[:1, :5], position_ids=two)[:, 3:]
+    torch.testing.assert_close(apart, losses.hidden_states(model, input_ids=IDS[:1, 3:5]))
+    found: list[Any] = []
+
+    def elsewhere(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            found.append(threads.submit(masking_utils.find_packed_sequence_indices, two).result())
+        raise KeyError
+
+    model.base_model.layers[0].register_forward_pre_hook(elsewhere)
+    with pytest.raises(KeyError):
+        losses.hidden_states(model, input_ids=IDS)
+    assert found[0].tolist() == [[0, 0, 0, 1, 1]]
+    assert masking_utils.find_packed_sequence_indices is find

@@ -56,14 +56,35 @@ def tune(model: Any, checkpoints: Path | None, steps: int = STEPS) -> list[float
     )  # fmt: skip
 
 
+class Written:
+    """The event behind which a GPU has written a step's results; the next step is issued before anyone waits for it."""
+
+    issued = 0
+
+    def __init__(self) -> None:
+        Written.issued += 1
+        self.number = Written.issued
+
+    def synchronize(self) -> None:
+        assert Written.issued - self.number <= 1
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the results of a step be read one step late."""
+    monkeypatch.setattr(tuning, "_sent", lambda t: (t.clone(), Written()))
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("recipe", "fused"), [(None, False), ("nvfp4", False), ("nvfp4", True), ("quartet", False)])
 def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
-    recipe: str | None, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str | None, fused: bool, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, losses and, for a backward that draws, the random state; the float32 masters are part of it.
 
-    fused: AdamW's kernel, which a GPU gets, and which counts steps on the device.
+    fused: AdamW's kernel, which a GPU gets, and which counts steps on the device. late: results are read as on a GPU.
     """
+    if late:
+        as_on_a_gpu(monkeypatch)
     if fused:
         monkeypatch.setattr(tuning, "master_adamw", lambda model, rate, **_: master_adamw(model, rate, fused=True))
     whole = llama(recipe)
@@ -141,7 +162,10 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / NEWEST).exists()
 
 
-def test_checkpoints_are_kept_as_time_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_checkpoints_are_kept_as_time_passes(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if late:
+        as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(finetune_checkpoints, "CHECKPOINT_SECONDS", 0.0)
     saved: list[int] = []
     save = Checkpoints.save

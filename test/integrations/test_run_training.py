@@ -8,6 +8,7 @@ import copy
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,7 +97,13 @@ def test_fake_quantisation_begins_after_n_steps(monkeypatch: pytest.MonkeyPatch,
         tune(late, 6, fake_quant_after_n_steps=6)
 
 
-def test_training_ends_when_it_is_enough_and_goes_on_from_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_training_ends_when_it_is_enough_and_goes_on_from_there(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """late: the results of a step are read one step late, as on a GPU."""
+    if late:
+        monkeypatch.setattr(tuning, "_sent", lambda t: (t.clone(), SimpleNamespace(synchronize=lambda: None)))
     looks: list[int] = []
 
     def third(_: Any) -> bool:
