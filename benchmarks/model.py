@@ -4,7 +4,7 @@ That is: a training step, `model.generate`, the prefill of a long prompt, peak m
 
     python benchmarks/model.py [train] [generate] [prefill] [convert] [--recipes ...] [--torchao ...] [--limit SECONDS]
     python benchmarks/model.py train --small --tokens 16 1024 --how eager compiled graph
-    python benchmarks/model.py train --gemma --recipes int4-g128 fp8 nvfp4 mxfp4 --torchao
+    python benchmarks/model.py train --gemma --recipes int4-g128 fp8 nvfp4 mxfp4 --torchao --steps 16
     torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16 [--recipes fp8-hybrid --gather codes]
 
 Models are Llamas, or a Gemma, with random weights; tokens are random, or those of `train --text`. Every row is a ratio
@@ -98,6 +98,12 @@ def parse() -> argparse.Namespace:
     add("--gather", choices=("bf16", "codes"), default="bf16", help="what FSDP2 gathers of aoquant's weights")
     add("--alone", action="store_true", help="train: one model at a time, where bf16 and a variant do not fit together")
     add("--rounds", type=int, default=5)
+    add(
+        "--steps",
+        type=int,
+        default=2,
+        help="train: of a round, from an idle device to an idle device; in the first the device waits for the host",
+    )
     add("--limit", type=float, default=0, metavar="SECONDS", help="after this, nothing new is begun")
     add("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     add("--quick", action="store_true", help="tiny shapes, one round, compiled without Inductor")
@@ -109,7 +115,7 @@ def parse() -> argparse.Namespace:
     if args.gemma and args.parts != ["train"]:
         parser.error("--gemma is for train alone")
     if args.quick:
-        args.rounds, args.prompt, args.new, args.prefill, args.tokens = 1, 4, 3, 8, (1, 8)
+        args.rounds, args.steps, args.prompt, args.new, args.prefill, args.tokens = 1, 1, 4, 3, 8, (1, 8)
     for name in ("train", "serve"):
         try:
             for variant in variants(args, name):
@@ -180,9 +186,8 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
                 optimizer=args.optimizer,
                 gpus=args.world or 1,
             )
-            repeats = 1 if args.quick else 2
             yield from measured(
-                Cell(columns, partial(step_of, of), batch * tokens, args.rounds, device, 2, repeats, args.alone),
+                Cell(columns, partial(step_of, of), batch * tokens, args.rounds, device, 2, args.steps, args.alone),
                 variants(args, "train"),
                 deadline,
             )

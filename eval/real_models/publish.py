@@ -168,13 +168,13 @@ def starts(lines: Sequence[Line]) -> str:
 
 
 def budgets(lines: Sequence[Line]) -> str:
-    """Return the table of recipes that were trained on more than one budget."""
+    """Return the table of recipes that were trained on more budgets than that of `all_rows`."""
     base, made = average(only(lines, stage="float"), PERPLEXITY), []
     rounded = {recipe: float(untrained[PERPLEXITY]) for recipe, untrained, _ in quantised(lines)}
     for recipe in rounded:
         of = only(lines, row=recipe, stage="qat", served="")
         runs = sorted({(int(line["tokens"]), line["rate"]) for line in of})
-        for tokens, rate in runs if len(runs) > 1 else ():
+        for tokens, rate in runs if len(runs) > 1 or any(str(tokens) != TOKENS for tokens, _ in runs) else ():
             at = only(of, tokens=str(tokens), rate=rate)
             # of what rounding to the nearest loses, also where a calibrated PTQ lost less
             share = recovered(base, rounded[recipe.partition("+")[0]], average(at, PERPLEXITY))

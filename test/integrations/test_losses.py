@@ -335,7 +335,9 @@ def test_a_cuda_graph_holds_the_chunks_of_the_kernel(kernel: torch.device, kind:
 def test_the_peak_at_gemmas_head_is_some_matrices_of_logits_and_the_float32_sum(
     kernel: torch.device, kind: str, matrices: int
 ) -> None:
-    """Its head is 262144 x 640; these are 16 chunks of 256 tokens. Logits, the teacher's and the gradient."""
+    """Its head is 262144 x 640; these are 16 chunks of 256 tokens. Logits, the teacher's and the gradient; or, at the
+    end, the rounded gradient of the head.
+    """
     sizes = {"vocab_size": 262144, "hidden_size": 640, "head_dim": 64}
     model = model_of("gemma3_text", torch.bfloat16, **sizes).to(kernel)
     weight = model.get_output_embeddings().weight
@@ -355,7 +357,7 @@ def test_the_peak_at_gemmas_head_is_some_matrices_of_logits_and_the_float32_sum(
     torch.cuda.reset_peak_memory_stats()
     losses.chunked_loss(model, hidden, of, 256).backward()
     made = torch.cuda.max_memory_allocated() - before
-    assert made <= 1.05 * (matrices * 256 * 262144 * 2 + 4 * weight.numel())
+    assert made <= 1.05 * (max(matrices * 256 * 262144 * 2, 2 * weight.numel()) + 4 * weight.numel())
 
 
 def test_logits_of_two_vocabularies_are_refused() -> None:

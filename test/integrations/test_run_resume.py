@@ -118,6 +118,18 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
         assert torch.equal(value, again.state_dict()[name]), name
 
 
+@pytest.mark.gpu
+def test_losses_that_a_gpu_tells_late_are_those_that_it_tells_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint after each step, and without."""
+    monkeypatch.setattr(finetune_checkpoints, "CHECKPOINT_SECONDS", 0.0)
+    late = [tune(llama("nvfp4").cuda(), folder) for folder in (None, tmp_path)]
+    monkeypatch.setattr(tuning, "_sent", lambda t: (t.cpu(), None))
+    wanted = tune(llama("nvfp4").cuda(), None)
+    assert late == [wanted, wanted]
+
+
 @pytest.mark.parametrize(("recipe", "loss"), [(None, "ce"), ("int8-weight", "kl")])
 def test_micro_batches_are_one_step(recipe: str | None, loss: str) -> None:
     """Blocks differ in how many of their tokens are scored: a mean of means would differ by a third."""
