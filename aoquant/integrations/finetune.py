@@ -36,6 +36,7 @@ from aoquant.integrations.losses import (
     kl_divergence,
     logits_of,
     next_tokens,
+    sent_to,
 )
 from aoquant.integrations.teacher_cache import TeacherCache, TopK, top_k_loss
 from aoquant.integrations.text import ONE_TEXT, Documents
@@ -316,10 +317,7 @@ def block_loss(
 
     weight: of a token; by default the result is the mean. The logits are made a chunk of tokens at a time.
     """
-    ids_BT = blocks_BT[rows]
-    if model.device.type == "cuda" and ids_BT.device.type == "cpu":
-        ids_BT = ids_BT.pin_memory()  # or the copy would wait for all that the device has to do
-    ids_BT = ids_BT.to(model.device, non_blocking=True)
+    ids_BT = sent_to(model.device, blocks_BT[rows])
     inputs = documents.inputs(ids_BT)
     targets_N = next_tokens(ids_BT, documents.unscored).flatten()
     if weight is None:

@@ -93,6 +93,15 @@ class _Hidden(BaseModelOutput):
             raise AttributeError(name)
 
 
+def sent_to(device: torch.device, t: Tensor) -> Tensor:
+    """Copy a tensor to a device. A GPU reads it from pinned memory: from other memory a large copy would wait for all
+    that the GPU has to do.
+    """
+    if device.type == "cuda" and t.device.type == "cpu":
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)
+
+
 def chunk_rows(vocabulary: int, tokens: int = 0, device: torch.device | str = "cpu") -> int:
     """Return how many tokens a chunk has on a device. tokens: those of a loss; where they take several chunks, each has
     half as many, which leaves room for the float32 sum of the head's gradient.

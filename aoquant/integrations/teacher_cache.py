@@ -34,7 +34,7 @@ from aoquant._messages import progress
 from aoquant.files.atomic import give_place
 from aoquant.files.safetensors_file import StoredTensor, digest, header, reserve
 from aoquant.integrations.launched import Ranks
-from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of
+from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of, sent_to
 from aoquant.integrations.text import ONE_TEXT, Documents
 
 FORMAT = "aoquant teacher top-k, version 1"
@@ -150,7 +150,7 @@ class TeacherCache:
             if not (bool(named.all()) and bool(((mass - 1).abs() < 1e-3).all())):
                 raise ValueError(f"{stored['ids'].path}: is damaged (block {block}): remove it, and run again")
             rows.append(found)
-        return TopK(*(torch.cat(parts).to(device) for parts in zip(*rows, strict=True)))
+        return TopK(*(sent_to(device, torch.cat(parts)) for parts in zip(*rows, strict=True)))
 
     def fill(self, blocks: Tensor, compute: Callable[[Tensor], TopK], ranks: Ranks) -> None:
         """Add what is missing of `blocks` (indices). compute: distributions of one block, given its index.

@@ -249,7 +249,7 @@ class QATLinear(QATLayer, nn.Linear):
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
-            fixed = None if torch.compiler.is_compiling() or self.fixed is None else self.fixed.of_this_call
+            fixed = None if self.fixed is None or torch.compiler.is_compiling() else self.fixed.of_this_call
             if fixed is not None and not torch.is_grad_enabled() and (y := fixed.product(input)) is not None:
                 return y
             recipe = self.prepared.recipe

@@ -213,13 +213,12 @@ def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
 
 
 def _unusual(t: Tensor) -> bool:
-    """Return whether something watches the operators, chooses the kernels, or captures them."""
+    """Return whether something watches the operators (as tracers do), chooses the kernels, or captures them."""
     return bool(
         _len_torch_dispatch_stack()
         or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
         or _is_torch_function_mode_enabled()
         or router.forcing()
         or _are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
-        or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
+        or (t.is_cuda and (torch._C._cuda_isCurrentStreamCapturing() or t.get_device() != torch._C._cuda_getDevice()))
     )
