@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
         "--steps",
         type=int,
         default=2,
-        help="train: of a round, from an idle device to an idle device; in the first the device waits for the host",
+        help="train: how many steps a round has; the first starts with an idle device, which waits for the host",
     )
     add("--limit", type=float, default=0, metavar="SECONDS", help="after this, nothing new is begun")
     add("--out", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -112,6 +112,8 @@ def parse() -> argparse.Namespace:
     args.parts = args.parts or (["train"] if args.world else list(PARTS))
     if args.world and args.parts != ["train"]:
         parser.error("torchrun is for train alone")
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     if args.gemma and args.parts != ["train"]:
         parser.error("--gemma is for train alone")
     if args.quick:
@@ -147,7 +149,7 @@ def sizes(args: argparse.Namespace, hidden: Sequence[int], layers: Callable[[int
 
 def named(part: str, how: str, size: Size, **more: Any) -> Row:
     """The columns that say what a row is about."""
-    columns = dict.fromkeys(("batch", "tokens", "optimizer", "gpus"), "") | more
+    columns = dict.fromkeys(("batch", "tokens", "optimizer", "gpus", "steps"), "") | more
     return {
         "part": part,
         "how": how,
@@ -185,6 +187,7 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
                 tokens=tokens,
                 optimizer=args.optimizer,
                 gpus=args.world or 1,
+                steps=args.steps,
             )
             yield from measured(
                 Cell(columns, partial(step_of, of), batch * tokens, args.rounds, device, 2, args.steps, args.alone),

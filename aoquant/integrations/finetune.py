@@ -78,12 +78,12 @@ def finetune(
     every twentieth of the steps, on all ranks; training ends when it returns True. micro_batch: blocks in one forward
     of a rank. Gradients of a batch are summed in float32 and weighted by tokens, so they are those of one forward up to
     the order of sums (in formats that share scales among tokens, up to those scales). documents: how `blocks_BT` holds
-    documents. times: gets the seconds of each step.
+    documents. times: gets the seconds of each step, on a GPU from the end of the one before.
 
     Raises:
         ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, no step with fake quantisation, or a
             batch_size that the ranks cannot share out evenly.
-        KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
+        KeyboardInterrupt: Ctrl-C, after the step (among ranks on GPUs, the next one) and its checkpoint.
     """
     if loss not in LOSSES or (loss == "kl" and teacher is None):
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
@@ -104,32 +104,20 @@ def finetune(
         first = keeper.load()
     order_SB = order_of_blocks(len(blocks_BT), steps, batch_size, seed)
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
-    every, done, due, stop = max(1, steps // LOOKS), first, False, False
-    # A GPU's results are read one step late, when the next one is issued: the host never waits for the newest.
-    late: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+    every, done, saved = max(1, steps // LOOKS), first, first
 
     def is_enough() -> bool:
-        return enough is not None and 0 < done < steps and done % every == 0 and enough(trained)
-
-    def hear(leave: int) -> None:
-        """Read the results of steps, but not of the last `leave`."""
-        nonlocal due, stop
-        while len(late) > leave:
-            told, event = late.popleft()
-            if event is not None:
-                event.synchronize()
-            summed, wants_checkpoint, interrupted = told.tolist()
-            loss_of_step = summed / size
-            losses[done - 1 - len(late)] = loss_of_step
-            due, stop = due or bool(wants_checkpoint), stop or bool(interrupted)
-            bar.update(1)
-            bar.set_postfix(loss=f"{loss_of_step:.4f}")
+        if enough is None or not 0 < done < steps or done % every:
+            return False
+        results.read()
+        return enough(trained)
 
     with progress(steps, label, "step", show=rank == 0) as bar, interrupts(keeper, echo=2.0 if shared else 0.0):
         if first:
             bar.update(first)
-        while done < steps and not stop and not is_enough():
-            began = time.monotonic()
+        results = _Results(losses[first:], size, bar, times)
+        while done < steps and not results.stop and not is_enough():
+            results.begin()
             if fake_quant_after_n_steps:
                 set_fake_quant(trained, done >= fake_quant_after_n_steps)
             torch.manual_seed((seed * steps + done) * size + rank)  # dropout's, the same after a stop
@@ -147,43 +135,82 @@ def finetune(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             trained.zero_grad(set_to_none=True)
-            # one collective: the mean loss, and whether any rank wants a checkpoint or was interrupted
-            wishes = keeper.wishes() if keeper is not None else (False, False)
-            told = torch.tensor([0.0, *map(float, wishes)], device="cpu").to(trained.device, non_blocking=True)
-            told[0] = value
-            if shared:
-                dist.all_reduce(told)
+            results.send(value, *(keeper.wishes() if keeper is not None else (False, False)))
             done += 1
-            late.append(_sent(told))
-            due, stop = (False, False) if shared else wishes
-            hear(leave=int(late[-1][1] is not None))
-            if due or stop or done == steps:
-                hear(leave=0)
-            if times is not None:
-                times.append(max(time.monotonic() - began, 1e-6))  # some clocks stand still for milliseconds
-            if keeper is not None and (due or stop or done == steps):
-                keeper.save(done)
-        early = not stop and first < done < steps
-        hear(leave=0)
-        if keeper is not None and early:
+            results.read(newest=False)
+            if results.due or results.stop or done == steps:
+                results.read()
+                if keeper is not None:
+                    keeper.save(done)
+                    saved = done
+        results.read()
+        if keeper is not None and saved < done:
             keeper.save(done)
     if fake_quant_after_n_steps:
         set_fake_quant(trained, True)
     if shared:
         unshard(trained, model)
-    if stop:
+    if results.stop:
         raise KeyboardInterrupt
     model.eval()
     return losses[:done].tolist()
 
 
-def _sent(t: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return (a copy of `t` for the host, the event behind which a GPU has written it)."""
+class _Results:
+    """Read what each step gave, in order. A GPU's is read when the next step was issued, so the host never waits for
+    the newest.
+
+    losses: take the steps' losses. size: of the ranks that train together, or 1. times: takes their seconds.
+    due, stop: whether a checkpoint is due since the last `begin`, and whether training was interrupted.
+    """
+
+    def __init__(self, losses: Tensor, size: int, bar: Any, times: list[float] | None) -> None:
+        self.due = self.stop = False
+        self._losses, self._size, self._bar, self._times = losses, size, bar, times
+        self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._steps, self._began = 0, 0.0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.due = False
+        if not self._sent:
+            self._began = time.monotonic()
+
+    def send(self, loss: Tensor, due: bool, stop: bool) -> None:
+        """Send a step's loss to the host; among ranks the mean, and what any of them wants, in one collective."""
+        told = loss[None]
+        if self._size > 1:
+            told = sent_to(loss.device, torch.tensor([0.0, due, stop], device="cpu"))
+            told[0] = loss
+            dist.all_reduce(told)
+        else:
+            self.due, self.stop = due, stop
+        self._sent.append(_to_host(told))
+
+    def read(self, newest: bool = True) -> None:
+        """Read what was sent. newest: of the last step, too, if a GPU has yet to write it."""
+        while self._sent and (newest or len(self._sent) > 1 or self._sent[0][1] is None):
+            told, written = self._sent.popleft()
+            if written is not None:
+                written.synchronize()
+            loss, *wishes = told.tolist()
+            due, stop = map(bool, wishes or (False, False))
+            self.due, self.stop = self.due or due, self.stop or stop
+            self._losses[self._steps] = loss / self._size
+            self._steps += 1
+            now = time.monotonic()
+            if self._times is not None:
+                self._times.append(max(now - self._began, 1e-6))  # some clocks stand still for milliseconds
+            self._began = now
+            self._bar.update(1)
+            self._bar.set_postfix(loss=f"{loss / self._size:.4f}")
+
+
+def _to_host(t: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a copy of `t` for the host and, where a GPU has yet to write it, the event that comes after."""
     if not t.is_cuda:
         return t, None
-    copy, event = t.to("cpu", non_blocking=True), torch.cuda.Event()
-    event.record()
-    return copy, event
+    return t.to("cpu", non_blocking=True), torch.cuda.current_stream(t.device).record_event()
 
 
 def check_switch(after: int, steps: int) -> None:

@@ -12,9 +12,9 @@ ones of backward and of the next step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ BLOCK_BYTES = 1 << 26  # of the float32 temporaries inside a chunk
 IGNORED = -100  # target of a token that is not scored, as in torch's cross_entropy
 LossOf = Callable[[Tensor, slice], Tensor]
 
-_find_texts: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
-_threads: set[int] = set()  # inside `_one_text_a_row`
+_find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
+_rows = threading.local()
 
 
 def hidden_states(model: Any, **inputs: Any) -> Tensor:
@@ -55,26 +55,25 @@ def hidden_states(model: Any, **inputs: Any) -> Tensor:
 
 @contextmanager
 def _one_text_a_row(known: bool) -> Iterator[None]:
-    """Where it is known that rows hold one text each, keep transformers from looking for several: it reads the answer
-    back from the device, so the host would wait for the whole step before.
+    """Keep transformers from looking for several texts in a row, where it is known that there is one: it reads the
+    answer back from the device, so the host would wait for the whole step before.
     """
-    if not known or _find_texts is None:
-        yield
-        return
-    _threads.add(get_ident())
-    masking_utils.find_packed_sequence_indices = _texts_of_row
+    before = getattr(_rows, "one_text", False)
+    _rows.one_text = known
     try:
         yield
     finally:
-        _threads.discard(get_ident())
-        if not _threads:
-            masking_utils.find_packed_sequence_indices = _find_texts
+        _rows.one_text = before
 
 
-def _texts_of_row(position_ids: Tensor) -> Any:
-    """Stand for transformers' function of this name, which other threads may call meanwhile."""
-    known = not torch.compiler.is_compiling() and get_ident() in _threads
-    return None if known else _find_texts(position_ids)
+def _packed_sequence_indices(position_ids: Tensor) -> Any:
+    """Stand for transformers' function: None says that rows hold one text each."""
+    known = not torch.compiler.is_compiling() and getattr(_rows, "one_text", False)
+    return None if known else _find_packed(position_ids)
+
+
+if _find_packed is not None:
+    masking_utils.find_packed_sequence_indices = _packed_sequence_indices
 
 
 def logits_of(model: Any, hidden_ND: Tensor) -> Tensor:
@@ -98,8 +97,8 @@ def sent_to(device: torch.device, t: Tensor) -> Tensor:
     that the GPU has to do.
     """
     if device.type == "cuda" and t.device.type == "cpu":
-        t = t.pin_memory()
-    return t.to(device, non_blocking=True)
+        return t.pin_memory().to(device, non_blocking=True)
+    return t.to(device)
 
 
 def chunk_rows(vocabulary: int, tokens: int = 0, device: torch.device | str = "cpu") -> int:
@@ -223,8 +222,16 @@ def next_tokens(ids_BT: Tensor, ignored: int | None = None) -> Tensor:
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, weight: float = 1.0) -> Tensor:
     """Return `weight` times the sum over rows of the cross entropy to their targets, in nats, float32.
 
-    targets_N: int64 token ids; rows whose target is IGNORED add nothing.
+    targets_N: int64 token ids. Rows whose target is IGNORED add nothing; any other that is no token has NaN.
+
+    Raises:
+        ValueError: targets are not one for each row, or on another device.
     """
+    if targets_N.shape != logits_NV.shape[:1] or targets_N.device != logits_NV.device:
+        raise ValueError(
+            f"cross_entropy: logits {tuple(logits_NV.shape)} on {logits_NV.device} need a target for each row there, got "
+            f"{tuple(targets_N.shape)} on {targets_N.device}"
+        )
     return _row_loss(_cross_entropy_rows, logits_NV, targets_N, weight)
 
 
@@ -256,10 +263,12 @@ def _row_loss(rows: Callable[[Tensor, Tensor], Any], logits_NV: Tensor, targets:
 
 def _cross_entropy_rows(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     logprobs_NV = F.log_softmax(logits_NV.float(), -1)
-    scored_N1, at_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
-    loss = -(logprobs_NV.gather(1, at_N1) * scored_N1).sum()
+    ignored_N1, at_N1 = (targets_N == IGNORED)[:, None], targets_N[:, None]
+    unknown_N1 = (at_N1 < 0) | (at_N1 >= logits_NV.shape[-1])
+    at_N1 = at_N1.masked_fill(unknown_N1, 0)
+    nats_N1 = -logprobs_NV.gather(1, at_N1).masked_fill(unknown_N1, torch.nan).masked_fill(ignored_N1, 0.0)
     d_NV = logprobs_NV.exp_().scatter_add_(1, at_N1, torch.full_like(at_N1, -1, dtype=torch.float32))
-    return loss, d_NV.mul_(scored_N1)
+    return nats_N1.sum(), d_NV.masked_fill_(unknown_N1, torch.nan).masked_fill_(ignored_N1, 0.0)
 
 
 def _kl_rows(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor]:

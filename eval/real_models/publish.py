@@ -168,7 +168,7 @@ def starts(lines: Sequence[Line]) -> str:
 
 
 def budgets(lines: Sequence[Line]) -> str:
-    """Return the table of recipes that were trained on more budgets than that of `all_rows`."""
+    """Return the table of recipes that were trained on another budget than that of `all_rows`, or at several rates."""
     base, made = average(only(lines, stage="float"), PERPLEXITY), []
     rounded = {recipe: float(untrained[PERPLEXITY]) for recipe, untrained, _ in quantised(lines)}
     for recipe in rounded:

@@ -149,6 +149,12 @@ WITH_ACTIVATIONS = {
     "mxfp4-even": PackedWeightConfig("mxfp4-even", "mxfp4-even"),
     "mxfp8-both": PackedWeightConfig("mxfp8", "mxfp8"),
     "nvfp4-both": PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4-static:0.00390625"),
+    "nvfp4-gate-up": FqnToConfig(  # whose inputs stay in bfloat16
+        {
+            r"re:.*(gate|up)_proj": PackedWeightConfig("nvfp4-static:0.0009765625"),
+            "_default": PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4-static:0.00390625"),
+        }
+    ),
     "fouroversix": PackedWeightConfig("fouroversix-static:1.5"),
 }
 LAYER = "model.layers.1.mlp.down_proj"

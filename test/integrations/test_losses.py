@@ -161,14 +161,32 @@ def test_a_weight_that_the_model_reads_beside_its_head_gets_both_gradients() -> 
 def test_tokens_that_are_not_scored_add_nothing() -> None:
     targets = losses.next_tokens(torch.tensor([[2, 5, 6, 2, 7]]), ignored=2)
     assert targets.tolist() == [[5, 6, losses.IGNORED, 7, losses.IGNORED]]
-    logits = torch.randn(5, 9, requires_grad=True)
+    logits = torch.randn(5, 9)
+    logits[2], logits[4, 0] = torch.nan, -torch.inf  # of tokens that are not scored
+    logits.requires_grad_()
     loss = losses.cross_entropy(logits, targets[0], 1 / 3)
     loss.backward()
     same = logits.detach().clone().requires_grad_()
     wanted = F.cross_entropy(same, targets[0])
     wanted.backward()
     torch.testing.assert_close(loss, wanted)
-    torch.testing.assert_close(logits.grad, same.grad)
+    scored = targets[0] != losses.IGNORED
+    torch.testing.assert_close(logits.grad[scored], same.grad[scored])
+    assert not logits.grad[~scored].any()
+
+
+@pytest.mark.parametrize("token", [-1, 9])
+def test_a_target_that_is_no_token_hides_nothing(token: int) -> None:
+    logits = torch.randn(2, 9, requires_grad=True)
+    loss = losses.cross_entropy(logits, torch.tensor([1, token]))
+    loss.backward()
+    assert loss.isnan() and logits.grad[1].isnan().all() and logits.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(2, 1), torch.zeros(1), torch.zeros(3), torch.zeros(2, device="meta")])
+def test_targets_that_are_not_one_for_each_row_are_refused(targets: Tensor) -> None:
+    with pytest.raises(ValueError, match="cross_entropy"):
+        losses.cross_entropy(torch.randn(2, 9), targets.long())
 
 
 def test_a_token_that_the_teacher_rules_out_adds_nothing_and_nan_is_not_hidden() -> None:
@@ -252,7 +270,9 @@ def test_cross_entropy_by_the_kernel_treats_what_is_not_finite_as_torch_does(
             torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
             torch.testing.assert_close(grad, d, rtol=1e-4, atol=1e-6, equal_nan=True)
     for token in (-1, vocabulary):
-        assert losses.cross_entropy(torch.randn(1, vocabulary, device=kernel), torch.tensor([token]).to(kernel)).isnan()
+        logits = torch.randn(1, vocabulary, device=kernel, requires_grad=True)
+        loss = losses.cross_entropy(logits, torch.tensor([token]).to(kernel))
+        assert loss.isnan() and torch.autograd.grad(loss, logits)[0].isnan().all()
 
 
 @pytest.mark.parametrize("vocabulary", [7, 9000])
@@ -450,10 +470,8 @@ def test_a_step_reads_no_value_back(family: str) -> None:
 
 
 def test_rows_of_several_texts_are_still_found() -> None:
-    """In the same call where position ids say so; in another thread meanwhile; and after a call that raised."""
-    find = masking_utils.find_packed_sequence_indices
-    model = model_of("llama")
-    two = torch.tensor([[0, 1, 2, 0, 1]])
+    """Where position ids say so, inside a call of one text each, too; in another thread meanwhile; after an error."""
+    model, inner, two = model_of("llama"), model_of("llama"), torch.tensor([[0, 1, 2, 0, 1]])
     apart = losses.hidden_states(model, input_ids=IDS[:1, :5], position_ids=two)[:, 3:]
     torch.testing.assert_close(apart, losses.hidden_states(model, input_ids=IDS[:1, 3:5]))
     found: list[Any] = []
@@ -461,10 +479,13 @@ def test_rows_of_several_texts_are_still_found() -> None:
     def elsewhere(*_: Any) -> None:
         with ThreadPoolExecutor(1) as threads:
             found.append(threads.submit(masking_utils.find_packed_sequence_indices, two).result())
+        inside = losses.hidden_states(inner, input_ids=IDS[:1, :5], position_ids=two)[:, 3:]
+        torch.testing.assert_close(inside, apart)
+        assert masking_utils.find_packed_sequence_indices(two) is None
         raise KeyError
 
     model.base_model.layers[0].register_forward_pre_hook(elsewhere)
     with pytest.raises(KeyError):
         losses.hidden_states(model, input_ids=IDS)
-    assert found[0].tolist() == [[0, 0, 0, 1, 1]]
-    assert masking_utils.find_packed_sequence_indices is find
+    found.append(masking_utils.find_packed_sequence_indices(two))
+    assert [f.tolist() for f in found] == 2 * [[[0, 0, 0, 1, 1]]]

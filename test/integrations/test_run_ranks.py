@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.gpu import LateResult
 from support.light_runs import lightly
 from support.two_ranks import on_two_ranks
 from torch.multiprocessing import SimpleQueue
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
 from aoquant.files.safetensors_file import header
+from aoquant.integrations import finetune as finetune_module
 from aoquant.integrations import job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
@@ -74,7 +76,7 @@ def options(out: str) -> job.Options:
 def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
     launched(rank, 2, port)
     with joined("cpu") as ranks:
-        fine_tune = stop_and_go_on(ranks)
+        fine_tunes = [stop_and_go_on(ranks, late) for late in (False, True)]
         with redirect_stderr(io.StringIO()) as said:
             shared = evaluate(*scored(), wikitext=folder(), shared=True)
         alone = evaluate(*scored(), wikitext=folder(), progress=False)
@@ -84,15 +86,20 @@ def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
     perplexities = [stage.perplexity.word_perplexity for stage in result.stages]
     equal = shared.loglikelihoods == alone.loglikelihoods
     windows = [line for line in said.getvalue().splitlines() if " windows, " in line]
-    queue.put((rank, fine_tune, equal, perplexities, result.min_sqnr_db, windows))
+    queue.put((rank, fine_tunes, equal, perplexities, result.min_sqnr_db, windows))
 
 
 def scored() -> tuple[Any, Any]:
     return LlamaForCausalLM.from_pretrained(folder() / "model"), AutoTokenizer.from_pretrained(folder() / "model")
 
 
-def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
-    """Losses of a run, of one that is stopped after two steps and goes on, and whether weights are equal."""
+def stop_and_go_on(ranks: Ranks, late: bool) -> tuple[list[float], list[float], int, bool]:
+    """Losses of a run, of one that is stopped in its second step and goes on, and whether weights are equal.
+
+    late: results are read as on a GPU, so that all ranks know of the stop one step later.
+    """
+    kept = folder() / ("kept, late" if late else "kept")
+    to_host = LateResult.to_host if late else finetune_module._to_host
     straight, stopped, calls = llama("quartet"), llama("quartet"), 0  # its backward draws random numbers
     losses, wishes = tune(straight, None), Checkpoints.wishes
 
@@ -103,14 +110,18 @@ def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
             signal.raise_signal(signal.SIGINT)  # of one rank alone: all stop
         return wishes(keeper)
 
-    with mock.patch.object(Checkpoints, "wishes", interrupted), pytest.raises(KeyboardInterrupt):
-        tune(stopped, folder() / "kept")
-    step = int(header(folder() / "kept" / NEWEST).metadata["step"])
-    if ranks.first:
+    with (
+        mock.patch.object(Checkpoints, "wishes", interrupted),
+        mock.patch.object(finetune_module, "_to_host", to_host),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        tune(stopped, kept)
+    step = int(header(kept / NEWEST).metadata["step"])
+    if ranks.first and not late:
         for goes_on in ("one rank", "one process"):
-            shutil.copytree(folder() / "kept", folder() / goes_on)
-    again, done = tune(stopped, folder() / "kept"), llama("quartet")
-    assert tune(done, folder() / "kept") == again  # read from the file of its last step
+            shutil.copytree(kept, folder() / goes_on)
+    again, done = tune(stopped, kept), llama("quartet")
+    assert tune(done, kept) == again  # read from the file of its last step
     same = all(
         torch.equal(value, model.state_dict()[name])
         for name, value in straight.state_dict().items()
@@ -134,9 +145,11 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     inputs(tmp_path)
     first, second = sorted(on_two_ranks(worker))
     assert first[1:-1] == second[1:-1]
-    _, (losses, again, step, same), scores_are_equal, perplexities, sqnr, progress = first
+    _, (at_once, late), scores_are_equal, perplexities, sqnr, progress = first
     assert " windows, 100 %" in progress[-1] and second[-1] == []
+    losses, again, step, same = at_once
     assert again == losses and same and step == 2
+    assert late == (losses, losses, 3, True)
     assert scores_are_equal  # of each document, shared out or not
     assert perplexities[2] == perplexities[3] != perplexities[0] and sqnr == float("inf")
     record = json.loads((tmp_path / "out" / job.RESULTS).read_text())

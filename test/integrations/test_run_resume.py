@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import huggingface_hub
 import pytest
 import torch
 from support import forked
+from support.gpu import LateResult, no_waiting
 from support.light_runs import light_runs
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,22 +58,19 @@ def tune(model: Any, checkpoints: Path | None, steps: int = STEPS) -> list[float
     )  # fmt: skip
 
 
-class Written:
-    """The event behind which a GPU has written a step's results; the next step is issued before anyone waits for it."""
-
-    issued = 0
-
-    def __init__(self) -> None:
-        Written.issued += 1
-        self.number = Written.issued
-
-    def synchronize(self) -> None:
-        assert Written.issued - self.number <= 1
-
-
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the results of a step be read one step late."""
-    monkeypatch.setattr(tuning, "_sent", lambda t: (t.clone(), Written()))
+    """Let the results of steps come late."""
+    monkeypatch.setattr(tuning, "_to_host", LateResult.to_host)
+    monkeypatch.setattr(LateResult, "waited_behind_another", 0)
+
+
+def test_a_gpus_results_are_read_when_the_next_step_was_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[float] = []
+    arguments: Any = {"steps": STEPS, "batch_size": 2, "learning_rate": 1e-2, "loss": "ce", "teacher": None, "seed": 3}
+    wanted = finetune(llama(None), BLOCKS, label="tune", **arguments)
+    as_on_a_gpu(monkeypatch)
+    assert finetune(llama(None), BLOCKS, label="tune", times=times, **arguments) == wanted
+    assert LateResult.waited_behind_another == STEPS - 1 and len(times) == STEPS
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -119,15 +118,42 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("device", range(2))
 def test_losses_that_a_gpu_tells_late_are_those_that_it_tells_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a checkpoint after each step, and without."""
+    """With a checkpoint after each step, and without; on another GPU than the current one, too."""
+    if device >= torch.cuda.device_count():
+        pytest.skip("one GPU")
     monkeypatch.setattr(finetune_checkpoints, "CHECKPOINT_SECONDS", 0.0)
-    late = [tune(llama("nvfp4").cuda(), folder) for folder in (None, tmp_path)]
-    monkeypatch.setattr(tuning, "_sent", lambda t: (t.cpu(), None))
-    wanted = tune(llama("nvfp4").cuda(), None)
+    late = [tune(llama("nvfp4").to(f"cuda:{device}"), folder) for folder in (None, tmp_path)]
+    monkeypatch.setattr(tuning, "_to_host", lambda t: (t.cpu(), None))
+    wanted = tune(llama("nvfp4").to(f"cuda:{device}"), None)
     assert late == [wanted, wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_a_step_of_the_loop_waits_for_no_gpu(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first steps, which compile and record."""
+    model, teacher, steps = llama("nvfp4").cuda(), llama(None, seed=1).cuda(), 6
+    step, calls = tuning.block_loss, []
+    refusing = ExitStack()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            refusing.enter_context(no_waiting())
+        if len(calls) == 6:
+            refusing.close()
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(tuning, "block_loss", watched)
+    with refusing:
+        finetune(
+            model, BLOCKS, steps=steps, batch_size=2, learning_rate=1e-2, loss=loss, teacher=teacher, seed=3, label=""
+        )
+    assert len(calls) == steps
 
 
 @pytest.mark.parametrize(("recipe", "loss"), [(None, "ce"), ("int8-weight", "kl")])

@@ -8,11 +8,11 @@ import copy
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.gpu import LateResult
 from support.light_runs import light_runs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +103,7 @@ def test_training_ends_when_it_is_enough_and_goes_on_from_there(
 ) -> None:
     """late: the results of a step are read one step late, as on a GPU."""
     if late:
-        monkeypatch.setattr(tuning, "_sent", lambda t: (t.clone(), SimpleNamespace(synchronize=lambda: None)))
+        monkeypatch.setattr(tuning, "_to_host", LateResult.to_host)
     looks: list[int] = []
 
     def third(_: Any) -> bool:

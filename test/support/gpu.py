@@ -42,6 +42,26 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+class LateResult:
+    """Stand, on a CPU, for the event behind which a GPU has written a result: it is there when someone waits."""
+
+    made = waited_behind_another = 0  # how many there were; and whose waiting began when a later one was made
+
+    def __init__(self, result: Tensor) -> None:
+        LateResult.made += 1
+        self.number, self.result, self.here = LateResult.made, result.clone(), torch.full_like(result, torch.nan)
+
+    def synchronize(self) -> None:
+        self.here.copy_(self.result)
+        LateResult.waited_behind_another += LateResult.made > self.number
+
+    @classmethod
+    def to_host(cls, t: Tensor) -> tuple[Tensor, LateResult]:
+        """Stand for `finetune._to_host`."""
+        written = cls(t)
+        return written.here, written
+
+
 def warmed(call: Callable[[], Any], times: int = 1) -> None:
     """Run `call` on a stream beside the current one, as CUDA wants it before a capture: it compiles and allocates."""
     stream = torch.cuda.Stream()

@@ -1,10 +1,10 @@
 """Losses of logits over a large vocabulary: forward reads each matrix once, backward reads it once more.
 
-A row's loss is the KL divergence from a teacher's distribution, or from that of one token, which is cross entropy.
+A row's loss is KL(teacher || student). Where the teacher is a token, and no matrix of logits, that is cross entropy.
 Forward keeps a running maximum and a sum for each lane of a program and joins them when the row ends, so no warp waits
 for another inside the loop. A lane also sums exp(t - max) * (t - s) for teacher t and student s: the divergence is that
-sum over the teacher's, plus the difference of both log-sums. A token's is the log-sum less its logit. Backward stores
-the gradient as soon as it is computed. Everything inside is float32 and no sum depends on timing.
+sum over the teacher's, plus the difference of both log-sums. Cross entropy is the log-sum less the token's logit.
+Backward stores the gradient as soon as it is computed. Everything inside is float32 and no sum depends on timing.
 `integrations/losses.py` has the same numbers in torch.
 """
 
@@ -97,7 +97,8 @@ def _gradient(
     q = tl.exp(s - tl.load(found_ptr + rows + row))
     if TOKENS:
         token = tl.load(teacher_ptr + row * teacher_stride)
-        d = tl.where(token == IGNORED, 0.0, (q - tl.where(at == token, 1.0, 0.0)) * tl.load(scale_ptr))
+        d = (q - tl.where(at == token, 1.0, 0.0)) * tl.load(scale_ptr)
+        d = tl.where((token >= 0) & (token < V), d, tl.where(token == IGNORED, 0.0, float("nan")))
     else:
         t = tl.load(teacher_ptr + row * teacher_stride + at, mask=at < V, other=0.0).to(tl.float32)
         p = tl.exp(t - tl.load(found_ptr + 2 * rows + row))
@@ -110,7 +111,7 @@ def row_losses(student_NV: Tensor, teacher: Tensor, ignored: int) -> Tensor:
     exponentials, and the teacher's.
 
     teacher: logits (N, V), of KL(teacher || student); or int64 tokens (N,), of cross entropy, where `ignored` adds
-        nothing, and any other that is no token has NaN. Rows are contiguous.
+        nothing. Other numbers that are no token of the vocabulary give NaN. Rows are contiguous.
     """
     found_3N = torch.empty(3, len(student_NV), device=student_NV.device)
     _losses_of(*_shape(student_NV, teacher), ignored)(student_NV, teacher, found_3N)
