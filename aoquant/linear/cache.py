@@ -103,7 +103,7 @@ def codes_of_input(x: Tensor, how: Hashable) -> InputCodes | None:
         return None
     stream = 0
     if x.is_cuda:
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if torch.cuda.is_current_stream_capturing():
             return None
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     whole = x if x._base is None else x._base

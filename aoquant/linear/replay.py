@@ -220,5 +220,5 @@ def _unusual(t: Tensor) -> bool:
         or _is_torch_function_mode_enabled()
         or router.forcing()
         or _are_functorch_transforms_active()
-        or (t.is_cuda and (torch._C._cuda_isCurrentStreamCapturing() or t.get_device() != torch._C._cuda_getDevice()))
+        or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
     )
