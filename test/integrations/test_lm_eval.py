@@ -328,12 +328,13 @@ def test_limit_and_repetition(
     assert (first.documents, first.limit) == (2, 2)
     two = write_pages(tmp_path / "two.jsonl", generate_pages()[:2])
     assert metrics(first) == metrics(evaluate(model, tokenizer, documents=two, progress=False))
-    assert "window" not in capsys.readouterr().err
-    batched = evaluate(model, tokenizer, documents=two, batch_size=4)
-    pages = [tokenizer(wikitext_detokenizer({"page": page}))["input_ids"] for page in generate_pages()[:2]]
-    windows = sum(math.ceil(len(ids) / POSITIONS) for ids in pages)
-    assert f": {windows} of {windows} windows, 100 %" in capsys.readouterr().err.splitlines()[-1]
+    batched = evaluate(model, tokenizer, documents=two, batch_size=4, progress=False)
     assert metrics(batched) == pytest.approx(metrics(first), rel=1e-6) and batched.batch_size == 4
+    assert "window" not in capsys.readouterr().err
+    evaluate(model, tokenizer, documents=two, batch_size=4, window=5)
+    pages = [tokenizer(wikitext_detokenizer({"page": page}))["input_ids"] for page in generate_pages()[:2]]
+    windows = sum(math.ceil(len(ids) / 5) for ids in pages)
+    assert f": {windows} of {windows} windows, 100 %" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
