@@ -59,7 +59,7 @@ def attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 def _network(arch: MODEL_ARCH, config: Mapping[str, Any]) -> Iterator[Field]:

@@ -73,7 +73,8 @@ class Levels:
         if len(parts) == 1:
             return parts[0]
         values, codes = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("values_GRL", "codes_GRL"))
-        return cls(values, codes, parts[0].block)
+        (block,) = {p.block for p in parts}
+        return cls(values, codes, block)
 
 
 def packed(format: Format, e: Encoded, codes_RK: Tensor) -> Encoded:

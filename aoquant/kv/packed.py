@@ -170,7 +170,7 @@ def attend(
         and options.get("softcap") is None
     )
     if mask is not None:
-        plain = plain and mask.dim() == 4 and mask.shape[1:] == (1, 1, tokens) and mask.stride(3) == 1
+        plain = plain and mask.shape[1:] == (1, 1, tokens) and mask.stride(3) == 1
     if not plain or (capacity := _capacity(key.bytes)) is None or _capacity(value.bytes) != capacity:
         return None
     scale = options.get("scaling")

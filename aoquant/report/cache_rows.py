@@ -106,7 +106,8 @@ def _written(module: Any, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], 
         return (k, v), ()
     store = _Store()
     read = hook.Passing(module, store).update(k, v)
-    if all(t.dtype == torch.uint8 for t in store.given):
+    key, _ = store.given
+    if key.dtype == torch.uint8:  # and so is the value
         return read, store.given
     if not quant.fake_quant:
         return read, ()

@@ -39,6 +39,7 @@ from aoquant import (
     save_pretrained,
 )
 from aoquant.experts.prepared import QATExperts
+from aoquant.integrations import finetune
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 from aoquant.linear.prepared import QATLayer
 from aoquant.recipes import get_recipe
@@ -51,6 +52,24 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_student_moves_into_its_shards_and_back(mesh: DeviceMesh) -> None:
+    """What trains has no memory in the model meanwhile; what is frozen stays there, and is the same afterwards."""
+    model = llama(dtype=torch.float32)
+    model.model.embed_tokens.requires_grad_(False)
+    before, y = copy.deepcopy(model.state_dict()), logits(model)
+    sharded: Any = finetune.shard(model)
+    for name, p in model.named_parameters():
+        assert p.numel() == 0 if p.requires_grad else torch.equal(p, before[name])
+    assert torch.equal(logits(sharded), y)
+    sharded.reshard()  # the root keeps its parameters whole after forward
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p += p.requires_grad
+    finetune.unshard(sharded, model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name] + p.requires_grad), name
 
 
 def test_a_sharded_model_is_gathered_and_then_saved(mesh: DeviceMesh, tmp_path: Path) -> None:

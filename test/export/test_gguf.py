@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, export, load_pretrained, quantize_, save_pretrained
-from aoquant.export import gguf_arch, gguf_tokenizer
+from aoquant.export import gguf_arch, gguf_limits, gguf_tokenizer
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -216,6 +216,9 @@ def test_activations_that_were_not_trained_are_said_once(tmp_path: Path) -> None
 
 
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4}
+NARROW = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4}  # SMALL's width by its heads is 32
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDING, GLOBAL = "sliding_attention", "full_attention"
 
@@ -235,12 +238,19 @@ REFUSED = [
     (LlamaConfig, {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "beta_slow=2.0"),
     (LlamaConfig, {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
     (Qwen2Config, {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
+    (LlamaConfig, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     (Gemma2Config, {**GEMMA, "query_pre_attn_scalar": 16}, "query_pre_attn_scalar=16 (llama.cpp: 32)"),
+    (Gemma2Config, {**NARROW, "query_pre_attn_scalar": 32}, "query_pre_attn_scalar=32 (llama.cpp: 16)"),
+    (Gemma2Config, {**NARROW, "num_hidden_layers": 46}, "query_pre_attn_scalar=16 (llama.cpp: 32)"),
+    (Gemma3TextConfig, {**NARROW, "num_hidden_layers": 62}, "query_pre_attn_scalar=16 (llama.cpp: 32)"),
     (Gemma2Config, {**GEMMA, "layer_types": [GLOBAL, GLOBAL]}, "layer_types='all full_attention'"),
+    (Gemma2Config, {**GEMMA, "attn_logit_softcapping": None}, "attn_logit_softcapping=None (llama.cpp: 50.0)"),
     (Gemma2Config, {**GEMMA, "final_logit_softcapping": None}, "final_logit_softcapping=None (llama.cpp: 30.0)"),
     (Gemma3TextConfig, {**GEMMA, "query_pre_attn_scalar": 16}, "query_pre_attn_scalar=16"),
     (Gemma3TextConfig, {**GEMMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     (Gemma3TextConfig, {**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    (Gemma3TextConfig, {**GEMMA, "rope_parameters": {SLIDING: PLAIN, GLOBAL: YARN}}, "rope_type='yarn'"),
+    (Gemma3TextConfig, {**GEMMA, "rope_parameters": {SLIDING: LINEAR, GLOBAL: PLAIN}}, "sliding_attention='linear'"),
 ]
 
 
@@ -282,6 +292,54 @@ def test_windows_and_rotations_that_gguf_has_keys_for_are_written() -> None:
     assert given[scaled] == pytest.approx(2 / (1 + 0.1 * math.log(4)))
     both = metadata(LlamaConfig, rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 2.0})
     assert both[scaled] == pytest.approx((1 + 0.07 * math.log(4)) / (1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4)))
+    assert scaled not in metadata(LlamaConfig, rope_parameters={**YARN, "mscale_all_dim": 2.0})
+    every = {**YARN, "factor": 1.0, "attention_factor": 2.0, "mscale": 0.7, "mscale_all_dim": 2.0}
+    assert metadata(LlamaConfig, rope_parameters=every)[scaled] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "written"),
+    [
+        (Qwen2Config, LINEAR, {"type": "linear", "factor": 8.0}),
+        (Qwen2Config, YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}),
+        (Gemma3TextConfig, {SLIDING: PLAIN, GLOBAL: LINEAR}, {"type": "linear", "factor": 8.0}),
+    ],
+)
+def test_a_scaled_rotation_is_written(kind: Any, rope: Any, written: dict[str, Any]) -> None:
+    keys = metadata(kind, **(GEMMA if kind is Gemma3TextConfig else {}), rope_parameters=rope)
+    assert {k.removeprefix("rope.scaling."): v for k, v in keys.items() if "scaling" in k} == written
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "scalar"), [(Gemma2Config, 46, 32), (Gemma2Config, 2, 16), (Gemma3TextConfig, 62, 32)]
+)
+def test_gemmas_scale_of_attention_is_taken_where_llama_cpp_has_it(kind: Any, layers: int, scalar: int) -> None:
+    """Gemma's 27B models, known by their number of layers, scale by the width over the heads, others by head_dim."""
+    assert (
+        metadata(kind, **NARROW | {"num_hidden_layers": layers, "query_pre_attn_scalar": scalar})[
+            "attention.key_length"
+        ]
+        == 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "found"),
+    [
+        (Gemma2Config, {}, [True, False]),
+        (Gemma3TextConfig, {"num_hidden_layers": 7}, [True] * 5 + [False, True]),
+        (Qwen2Config, {"use_sliding_window": True, "max_window_layers": 1}, [False, True]),
+        (Qwen2Config, {"use_sliding_window": False, "max_window_layers": 1}, [False, False]),
+        (MistralConfig, {}, [True, True]),
+        (MistralConfig, {"sliding_window": None}, [False, False]),
+        (LlamaConfig, {}, [False, False]),
+    ],
+)
+def test_windows_of_a_config_that_does_not_list_them(kind: Any, given: dict[str, Any], found: list[bool]) -> None:
+    """Read configs that older releases of transformers wrote, without layer_types."""
+    content = config(kind, **(GEMMA if kind in (Gemma2Config, Gemma3TextConfig) else {}))
+    content |= {"layer_types": None, "sliding_window": 4} | given
+    assert gguf_limits.windows(gguf_arch.find(content).arch, content) == found
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,10 @@ def edges(dtype: torch.dtype) -> dict[str, Tensor]:
         (torch.rand(4, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1).mul(top).to(dtype)
     )
     made["around the largest"][0, 0], made["around the largest"][2, 30] = top, -top
+    # a larger scale suits all values but the largest, which it would decode to Inf or -Inf
+    made["beyond the largest"] = torch.full((4, 32), 0.4375 * top, dtype=dtype)
+    made["beyond the largest"][:, 1::2] *= -1
+    made["beyond the largest"][:, ::16] = torch.tensor([-top, top, -top, top], dtype=dtype)[:, None]
     made["constant"], made["negative"] = torch.full((4, 32), 0.3, dtype=dtype), -torch.rand(4, 32).to(dtype) - 0.1
     made["subnormal"] = (
         (torch.randn(4, 32) * 1e-39).to(dtype) if dtype != F16 else (torch.randn(4, 32) * 1e-7).to(dtype)

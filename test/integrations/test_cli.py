@@ -257,6 +257,28 @@ def test_eval_scores_what_the_run_scored(out: Path, tmp_path: Path, capsys: pyte
     assert gone.wikitext is None and "/gone" in gone.about
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_checkpoint_is_scored_as_it_is_asked_for_and_else_as_its_run_was(bos: bool, tmp_path: Path) -> None:
+    default = {"wikitext": None, "documents": None, "window": None, "limit": None, "bos": True}
+    alone = job.evaluation(tmp_path, None, None, None, None)
+    assert alone.arguments == default and alone.about.startswith("scored on")
+    asked = {"wikitext": "hub", "documents": None, "window": 128, "limit": 2, "bos": bos}
+    given = job.evaluation(tmp_path, **asked)
+    assert given.arguments == asked and given.about == ""
+    numbers = {"options": {"wikitext": "hub", "limit": 3, "bos": bos}, "stages": [{"perplexity": {"window": 64}}]}
+    (tmp_path / job.RESULTS).write_text(json.dumps(numbers))
+    recorded = default | {"wikitext": "hub", "window": 64, "limit": 3, "bos": bos}
+    nothing = dict.fromkeys(default)
+    same = job.evaluation(tmp_path, **nothing)
+    assert same.arguments == recorded and same.about.startswith("scored as the run that wrote it did")
+    assert ("without BOS" in same.about) == (not bos)
+    assert job.evaluation(tmp_path, **nothing | {"window": 64, "limit": 3, "bos": bos}) == same
+    text = {"wikitext": None, "documents": Path("a.jsonl")}  # in place of the run's
+    for option in ({"window": 128}, {"limit": 2}, {"bos": not bos}, {"wikitext": "folder"}, text):
+        other = job.evaluation(tmp_path, **nothing | option)
+        assert other.arguments == recorded | option and "do not compare" in other.about
+
+
 def test_the_recovered_share_follows_sign_and_significance() -> None:
     def score(*nats: float) -> Perplexity:
         rest: Any = dict.fromkeys(("window", "documents", "limit", "batch_size", "byte_perplexity", "bits_per_byte"), 1)

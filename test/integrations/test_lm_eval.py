@@ -317,8 +317,12 @@ def test_where_pages_come_from(model: Any, tokenizer: Any, documents: Path, tmp_
     assert result.source == text.described(held_out) != str(held_out)
 
 
-def test_limit_and_repetition(model: Any, tokenizer: Any, documents: Path, tmp_path: Path) -> None:
-    """Two runs agree to the last bit; a limit scores just the first pages; a batch changes rounding only."""
+def test_limit_and_repetition(
+    model: Any, tokenizer: Any, documents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs agree to the last bit; a limit scores just the first pages; a batch changes rounding only. Progress
+    counts every window.
+    """
     first = evaluate(model, tokenizer, documents=documents, limit=2, progress=False)
     assert first == evaluate(model, tokenizer, documents=documents, limit=2, progress=False)
     assert (first.documents, first.limit) == (2, 2)
@@ -326,6 +330,11 @@ def test_limit_and_repetition(model: Any, tokenizer: Any, documents: Path, tmp_p
     assert metrics(first) == metrics(evaluate(model, tokenizer, documents=two, progress=False))
     batched = evaluate(model, tokenizer, documents=two, batch_size=4, progress=False)
     assert metrics(batched) == pytest.approx(metrics(first), rel=1e-6) and batched.batch_size == 4
+    assert "window" not in capsys.readouterr().err
+    evaluate(model, tokenizer, documents=two, batch_size=4, window=5)
+    pages = [tokenizer(wikitext_detokenizer({"page": page}))["input_ids"] for page in generate_pages()[:2]]
+    windows = sum(math.ceil(len(ids) / 5) for ids in pages)
+    assert f": {windows} of {windows} windows, 100 %" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,42 @@ def test_by_the_kernel_equal_the_plain_loss(kernel: torch.device, family: str, k
     assert_equal(model_of(family).to(kernel), model_of(family, seed=1).to(kernel), kind, 1e-5)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_the_kernels_are_given_rows_and_weighted(kind: str, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that compute the same in torch: value and gradient have the weight, whatever strides the logits have."""
+    logits = torch.randn(2, 33, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mT
+    student, teacher = (t.clone() if turned else t.contiguous() for t in logits)
+    targets = torch.tensor([losses.IGNORED, *range(11)])
+    loss_of = losses.kl_divergence if kind == "kl" else losses.cross_entropy
+    aim, calls = teacher if kind == "kl" else targets, list[str]()
+
+    def row_losses(x_NV: Tensor, aim: Tensor, ignored: int) -> Tensor:
+        calls.append("losses")
+        assert x_NV.stride(1) == 1 and aim.stride(-1) == 1 and ignored == losses.IGNORED
+        if kind == "ce":
+            return F.cross_entropy(x_NV, aim, ignore_index=ignored, reduction="none")[None]
+        return F.kl_div(x_NV.log_softmax(-1), aim.log_softmax(-1), log_target=True, reduction="none").sum(-1)[None]
+
+    def gradient(x_NV: Tensor, aim: Tensor, found_RN: Tensor, weight: Tensor, ignored: int) -> Tensor:
+        calls.append("gradient")
+        with torch.enable_grad():
+            given = x_NV.detach().requires_grad_()
+            (made,) = torch.autograd.grad(row_losses(given, aim, ignored).sum(), given)
+        return made * weight
+
+    found = []
+    for has in (False, True):
+        monkeypatch.setattr(losses, "has_triton", lambda _, has=has: has)
+        monkeypatch.setattr(losses, "imported", lambda _: SimpleNamespace(row_losses=row_losses, gradient=gradient))
+        given = student.clone().requires_grad_()
+        value = loss_of(given, aim, 0.25)
+        (3 * value).backward()
+        found.append((value.detach().float(), given.grad))
+        assert bool(calls) == has
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.no_poison
 def test_the_kernel_writes_no_gradient_that_nobody_asked_for(kernel: torch.device) -> None:

@@ -1,10 +1,12 @@
 """Caches of bytes that grow in place: whatever is done to one between two steps, it holds the tokens it was given."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aoquant import KVCacheConfig, quantize_
 from aoquant.formats import get_kv_format
@@ -82,6 +84,71 @@ def test_memory_grows_when_it_is_full(model, monkeypatch) -> None:
     logits = fed(model, cache, range(9))
     assert torch.equal(logits[:, -1], model(IDS).logits[:, -1])
     assert cache.layers[0].keys.shape[2] == 9
+
+
+def coded(memory: int = 5, even: bool = True) -> packed.Coded:
+    """Return bytes of 5 tokens in memory for some more, whose heads lie one behind the other where `even`."""
+    f, x = get_kv_format("int8-token-head"), torch.randn(2, 2, 5, 64).bfloat16()
+    bytes_ = kv.pack(x, f, None)
+    room = (
+        bytes_.new_empty(2, 2, memory, bytes_.shape[3]) if even else bytes_.new_empty(2, memory, 2, 68).transpose(1, 2)
+    )
+    room[:, :, :5] = bytes_
+    return packed.Coded(room[:, :, :5], packed.New(x, f, None))
+
+
+MASK = torch.zeros(2, 1, 1, 5, dtype=torch.bfloat16)
+LEFT: dict[str, dict[str, Any]] = {
+    "another function": {"function": torch.nn.functional.scaled_dot_product_attention},
+    "two query tokens": {"query": torch.randn(2, 4, 2, 64).bfloat16()},
+    "another dtype": {"query": torch.randn(2, 4, 1, 64)},
+    "dropout": {"options": {"dropout": 0.1}},
+    "a position bias": {"options": {"position_bias": MASK}},
+    "a soft cap": {"options": {"softcap": 30.0}},
+    "a mask without heads": {"mask": MASK[0]},
+    "a mask by head": {"mask": MASK.expand(2, 4, 1, 5)},
+    "a mask by query": {"mask": MASK.expand(2, 1, 2, 5)},
+    "a mask of fewer tokens": {"mask": MASK[..., :4]},
+    "a mask that is one number": {"mask": MASK[..., :1].expand(2, 1, 1, 5)},
+    "keys elsewhere": {"key": coded(8)},
+    "tokens before heads": {"key": coded(even=False), "value": coded(even=False)},
+}
+
+
+def attended(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """Return what the kernel is called with; None where it is not."""
+    monkeypatch.setattr(kv, "attend", lambda *given: given)
+    options: dict[str, Any] = {
+        "function": sdpa_attention_forward, "query": torch.randn(2, 4, 1, 64).bfloat16(), "key": coded(),
+        "value": coded(), "mask": None, "options": {},
+    }  # fmt: skip
+    return packed.attend(**options | changes)
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_attention_that_the_kernel_does_not_compute_is_left_to_its_function(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attended(monkeypatch, **LEFT[case]) is None
+
+
+def test_the_kernel_gets_bytes_mask_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value = coded(8), coded(8)
+    given = attended(monkeypatch, key=key, value=value)
+    assert given[1] is key.bytes and given[2] is value.bytes and given[7] is None and given[8] == 0.125
+    given = attended(monkeypatch, mask=MASK, options={"scaling": 0.5, "dropout": 0.0})
+    assert given[7] is MASK and given[8] == 0.5
+
+
+def test_a_kernel_attends_without_gradients_to_keys_and_values_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "why_not_attend", lambda *given: None)
+    new, short = coded().source, packed.New(torch.randn(2, 2, 4, 64), get_kv_format("int8-token-head"), None)
+    flat = packed.New(new.x[0], new.format, None)
+    assert not packed.attends(new, new)
+    with torch.no_grad():
+        assert packed.attends(new, new) and not packed.attends(new, short) and not packed.attends(flat, flat)
+        monkeypatch.setattr(kv, "why_not_attend", lambda *given: "has no kernel")
+        assert not packed.attends(new, new)
 
 
 def test_bytes_are_decoded_by_any_operation() -> None:

@@ -43,6 +43,7 @@ from aoquant import (
 from aoquant.experts import grouped_linear, stack
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
+from aoquant.linear.function import quantized_linear
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -301,6 +302,30 @@ def test_all_at_once_is_the_loop(name: str, family: str, monkeypatch: pytest.Mon
             torch.testing.assert_close(dw_once[part], grad)
         else:
             assert torch.equal(dw_once[part], grad), part
+
+
+def test_a_loop_multiplies_the_experts_that_have_rows_alone() -> None:
+    """Experts without rows are not asked for and get no gradient; rows behind the last expert's are zero."""
+    model = made("mixtral", "grouped_mm")
+    quantize_(model, QATConfig(CONFIGS["int8"]))
+    recipe, asked = model.experts.stacks["gate_up_proj"].recipe, list[int]()
+    weights = [torch.randn(32, H, dtype=torch.bfloat16, requires_grad=True) for _ in range(5)]
+    x = torch.randn(9, H).bfloat16()
+
+    def loop(x_SK: Tensor, ends: list[int]) -> Tensor:
+        return grouped_linear.grouped_in_a_loop(x_SK, lambda e: asked.append(e) or weights[e], ends, 32, recipe)
+
+    y = loop(x, [0, 3, 3, 7, 7])
+    assert asked == [1, 3]
+    own = [quantized_linear(x[at], weights[e], None, recipe) for e, at in ((1, slice(3)), (3, slice(3, 7)))]
+    assert torch.equal(y, torch.cat([*own, torch.zeros(2, 32).bfloat16()]))
+    y.sum().backward()
+    assert [w.grad is not None for w in weights] == [False, True, False, True, False]
+    for rows in (0, 9):
+        assert torch.equal(loop(x[:rows], [0] * 5), torch.zeros(rows, 32).bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loop(x.float(), [0] * 5).dtype == torch.bfloat16
+    assert asked == [1, 3]
 
 
 def test_a_frozen_stack_and_a_float_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

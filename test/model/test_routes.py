@@ -142,6 +142,22 @@ def test_backends_that_read_codes_make_no_values_of_the_weight(monkeypatch: pyte
     assert (runs in ops.code_readers()) == (not decoded) == (name != "nvfp4")
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_layer_that_has_run_takes_a_backend_that_is_registered_later(
+    monkeypatch: pytest.MonkeyPatch, converted: bool
+) -> None:
+    monkeypatch.setattr(router, "_backends", list(router._backends))
+    monkeypatch.setattr(router, "_routes", {})
+    made, x, calls = layer(NVFP4WeightConfig(activation=None)), torch.randn(4, 64).bfloat16(), []
+    if converted:
+        quantize_(nn.Sequential(made), QATConfig(step="convert"))
+    reference = next(b for b in router._backends if (b.role, b.name) == ("gemm", "reference"))
+    with torch.no_grad():
+        before = made(x)
+        router.register(Backend("later", 99, lambda r: None, lambda call: calls.append(call) or reference.run(call)))
+        assert torch.equal(made(x), before) and len(calls) == 1
+
+
 def test_what_has_no_router_is_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
     converted = copy.deepcopy(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,13 @@ def test_drift_counts_tokens_and_choices_in_any_order() -> None:
     (layer,) = drift({"experts": a}, {"experts": b})
     assert (layer.tokens, layer.changed, layer.choices, layer.moved) == (3, 2, 6, 3)
     assert layer.changed_share == 2 / 3
-    with pytest.raises(ValueError, match="experts"):
-        drift({"experts": a}, {"experts": a * 2})
+    (none, two) = drift({"none": [], "two": a * 2}, {"two": b * 2, "none": []})
+    assert (none.tokens, none.changed_share, two.tokens, two.changed) == (0, 0.0, 6, 4)
+    assert changed_share([layer, none]) == 2 / 3 and changed_share([layer, replace(layer, tokens=1)]) == 1.0
+    assert changed_share([]) == changed_share([none]) == 0.0
+    for other in ({"experts": a * 2}, {"experts": [a[0][:2]]}, {}):
+        with pytest.raises(ValueError, match="experts"):
+            drift({"experts": a}, other)
 
 
 def test_a_report_tells_the_drift_where_it_is_asked_for() -> None:

@@ -162,6 +162,14 @@ def test_the_kernel_of_fitted_transforms_takes_no_others() -> None:
         assert dict(explain(request("transform", name)))["cuda-fitted"] == reason
 
 
+@pytest.mark.parametrize(("dtype", "rows", "k"), [(torch.float64, 6, 64), (BF16, 0, 64), (BF16, 6, 0)])
+def test_the_kernel_of_fitted_transforms_takes_no_empty_matrix_nor_float64(
+    dtype: torch.dtype, rows: int, k: int
+) -> None:
+    asked = CodecRequest("transform", get_format("wush16+nvfp4"), CUDA, dtype, rows, k)
+    assert f"with values in them, got {rows} x {k} of {dtype}" in dict(explain(asked))["cuda-fitted"]
+
+
 @pytest.mark.parametrize("name", ["te-nvfp4", "mxfp8"])
 def test_both_sides_at_once_take_whole_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that has Triton and a GPU."""

@@ -17,6 +17,7 @@ from aoquant import (
     WUSH,
     CalibrateConfig,
     Hadamard,
+    HybridConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     MXFP4WeightConfig,
@@ -307,6 +308,35 @@ def test_embeddings_are_rounded_and_in_the_report() -> None:
         assert row.layer == "model.embed_tokens" and len(others) == (0 if kinds is nn.Embedding else 7)
         assert 0 < row.error == row.nearest < 1e-3 and "model.embed_tokens: an embedding" in str(report)
         assert same_bits(got.model.embed_tokens.weight, wanted.model.embed_tokens.weight)
+
+
+TE_FP8 = "te-fp8-tensor"
+UNCHOSEN: dict[str, tuple[Any, str, str | None]] = {
+    "float": (PackedWeightConfig("high-precision", "int8-row"), "gptq", None),
+    "float-prepared": (PackedWeightConfig("high-precision", "int8-row"), "gptq", "prepare"),
+    "delayed": (
+        QATConfig(
+            PackedWeightConfig(TE_FP8, TE_FP8, contract="fp8_scaled_mm"),
+            backward=HybridConfig.bwd(TE_FP8, amax_history=16),
+        ),
+        "nearest",
+        "prepare",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNCHOSEN)
+def test_a_weight_whose_codes_are_not_chosen_is_that_of_quantize_(case: str) -> None:
+    """The report says so, counts no tokens and states no error."""
+    config, method, step = UNCHOSEN[case]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).bfloat16()
+    wanted, given = copy.deepcopy(net), X.bfloat16()
+    quantize_(wanted, QATConfig(config) if step and not isinstance(config, QATConfig) else config)
+    report = calibrate_ptq(net, [given], CalibrateConfig(config, method), step=step)
+    note = "its weight is not rounded to codes here"
+    assert [(r.layer, r.tokens, r.error, r.nearest, r.note) for r in report.rows] == [(n, 0, 0, 0, note) for n in "02"]
+    assert type(net[0]) is type(wanted[0]) and torch.equal(net(given), wanted(given))
 
 
 def test_a_layer_whose_input_is_zero_is_said_to_be_rounded(recwarn: pytest.WarningsRecorder) -> None:

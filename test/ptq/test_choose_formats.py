@@ -67,6 +67,12 @@ def test_a_plan_fits_loses_no_more_than_uniform_ones_and_is_a_config(tmp_path: P
     assert isinstance(found, FqnToConfig) and all(before[n] is p and p.requires_grad for n, p in net.named_parameters())
     fits = {p.name: p for p in found.plans if p.bits <= 5.5}
     assert fits[found.chosen].kl == min(p.kl for p in fits.values())
+    quantised = model()
+    quantize_(quantised, "int4-g32")
+    with torch.no_grad():
+        p, q = (m(batches()[0]).logits.double().softmax(-1) for m in (net, quantised))
+    by_hand = (p * (p / q).log()).sum(-1).mean().item()
+    assert next(p.kl for p in found.plans if p.name == "int4-g32") == pytest.approx(1000 * by_hand, rel=1e-3)
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
         assert len({found.layers[n] for n in found.layers if n.endswith(group)}) == 1
     quantize_(net, found)
