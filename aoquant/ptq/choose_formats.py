@@ -368,7 +368,7 @@ def _divergences(model: nn.Module, plans: Mapping[str, Any], batches: Sequence[A
                 p, q = (_counted(logits_of(run(m, batch)), batch).float().log_softmax(-1) for m in (model, quantised))
                 total += float(F.kl_div(q, p, log_target=True, reduction="sum"))
                 tokens += len(p)
-        found[name] = 1000 * total / tokens
+        found[name] = 1000 * total / max(tokens, 1)  # where every token is padding
     return found
 
 
