@@ -81,9 +81,24 @@ def test_what_happens_to_a_cache_between_two_steps(model, how: str) -> None:
 def test_memory_grows_when_it_is_full(model, monkeypatch) -> None:
     monkeypatch.setattr(packed, "ROOM", 2)
     cache = DynamicCache(config=model.config)
-    logits = fed(model, cache, range(9))
+    at = []
+    for i in range(9):
+        logits = fed(model, cache, [i])
+        at.append(cache.layers[0].keys.data_ptr())
     assert torch.equal(logits[:, -1], model(IDS).logits[:, -1])
     assert cache.layers[0].keys.shape[2] == 9
+    assert [i for i in range(1, 9) if at[i] != at[i - 1]] == [1, 4, 7], "room for two more than are written"
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_part_that_was_replaced_is_not_written_over(model, part: str) -> None:
+    cache = DynamicCache(config=model.config)
+    fed(model, cache, range(5))
+    for layer in cache.layers:
+        setattr(layer, part, getattr(layer, part).flip(0))
+    given = [getattr(layer, part) for layer in cache.layers]
+    fed(model, cache, [5, 6])
+    assert all(torch.equal(getattr(layer, part)[:, :, :5], t) for layer, t in zip(cache.layers, given, strict=True))
 
 
 def coded(memory: int = 5, even: bool = True) -> packed.Coded:
