@@ -37,6 +37,7 @@ def fed(model, cache, tokens, rows=slice(None)):
 
 
 def test_tokens_are_written_in_place(model) -> None:
+    assert packed.held(DynamicCache(), 0) is packed.held(object(), 0) is None
     cache = DynamicCache(config=model.config)
     fed(model, cache, range(2))
     at = [layer.keys.data_ptr() for layer in cache.layers]
@@ -168,8 +169,9 @@ def test_a_kernel_attends_without_gradients_to_keys_and_values_of_one_shape(monk
 
 def test_bytes_are_decoded_by_any_operation() -> None:
     f, x = get_kv_format("int8-token-head"), torch.randn(1, 2, 5, 16).bfloat16()
-    coded = packed.Coded(kv.pack(x, f, None), packed.New(x, f, None))
+    held = packed.Coded(kv.pack(x, f, None), packed.New(x, f, None))
     values = kv.values(x, f, None)
-    assert coded.shape == x.shape and coded.dtype == x.dtype
-    assert torch.equal(coded[:, :, 1:3] * 2, values[:, :, 1:3] * 2)
-    assert torch.equal(torch.nn.functional.linear(coded, torch.eye(16).bfloat16()), values)
+    assert held.shape == x.shape and held.dtype == x.dtype
+    assert torch.equal(held[:, :, 1:3] * 2, values[:, :, 1:3] * 2)
+    assert torch.equal(held.sum(-1, dtype=torch.float32), values.sum(-1, dtype=torch.float32))
+    assert torch.equal(torch.nn.functional.linear(held, torch.eye(16).bfloat16()), values)
