@@ -157,14 +157,28 @@ def test_the_kernel_gets_bytes_mask_and_scale(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_attends_without_gradients_to_keys_and_values_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "why_not_attend", lambda *given: None)
+    asked = []
+    monkeypatch.setattr(kv, "why_not_attend", lambda *given: asked.append(given))
     new, short = coded().source, packed.New(torch.randn(2, 2, 4, 64), get_kv_format("int8-token-head"), None)
     flat = packed.New(new.x[0], new.format, None)
     assert not packed.attends(new, new)
     with torch.no_grad():
         assert packed.attends(new, new) and not packed.attends(new, short) and not packed.attends(flat, flat)
+        assert asked == [(new.format, new.format, 64, torch.bfloat16, new.x.device)]
         monkeypatch.setattr(kv, "why_not_attend", lambda *given: "has no kernel")
         assert not packed.attends(new, new)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_query_token_gets_the_bytes_that_a_kernel_reads(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "why_not_attend", lambda *given: None)
+    f, given = get_kv_format("int8-token-head"), torch.randn(2, 2, 2, tokens, 64).bfloat16()
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            parts = packed.store(DynamicCache(), *(packed.New(x, f, None) for x in given), 0, (), {})
+        for x, t in zip(given, parts, strict=True):
+            assert isinstance(t, packed.Coded) == (tokens == 1 and not grad)
+            assert torch.equal(t + 0, kv.values(x, f, None))
 
 
 def test_bytes_are_decoded_by_any_operation() -> None:
