@@ -244,17 +244,13 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
     assert "word perplexity" in said and "no logits were compared" in said
 
 
-def test_eval_scores_what_the_run_scored(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_scores_what_the_run_scored(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["eval", str(out / "checkpoint"), "--device", "cpu"])
     recorded = json.loads((out / job.RESULTS).read_text())["stages"][3]["perplexity"]
     assert capsys.readouterr().out.splitlines()[-1] == str(Perplexity(**recorded))
     for options in ({"window": 128}, {"limit": 2}, {"wikitext": "hub"}):
         given = dict.fromkeys(("wikitext", "documents", "window", "limit")) | options
         assert "do not compare" in job.evaluation(out / "checkpoint", **given).about
-    numbers = {"options": {"wikitext": "/gone", "limit": None}, "stages": [{"perplexity": {"window": 64}}]}
-    (tmp_path / job.RESULTS).write_text(json.dumps(numbers))
-    gone = job.evaluation(tmp_path, None, None, None, None)
-    assert gone.wikitext is None and "/gone" in gone.about
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -270,13 +266,31 @@ def test_a_checkpoint_is_scored_as_it_is_asked_for_and_else_as_its_run_was(bos: 
     recorded = default | {"wikitext": "hub", "window": 64, "limit": 3, "bos": bos}
     nothing = dict.fromkeys(default)
     same = job.evaluation(tmp_path, **nothing)
-    assert same.arguments == recorded and same.about.startswith("scored as the run that wrote it did")
-    assert ("without BOS" in same.about) == (not bos)
+    run = f"WikiText-2 from the hub, window 64, the first 3 documents{'' if bos else ', without BOS'}"
+    assert same.arguments == recorded and same.about == f"scored as the run that wrote it did: {run}"
     assert job.evaluation(tmp_path, **nothing | {"window": 64, "limit": 3, "bos": bos}) == same
     text = {"wikitext": None, "documents": Path("a.jsonl")}  # in place of the run's
     for option in ({"window": 128}, {"limit": 2}, {"bos": not bos}, {"wikitext": "folder"}, text):
         other = job.evaluation(tmp_path, **nothing | option)
         assert other.arguments == recorded | option and "do not compare" in other.about
+        assert f"wrote it scored {run}" in other.about and "because" not in other.about
+    assert other.about.startswith("scored on a.jsonl, window 64")
+
+
+def test_a_text_that_is_gone_is_said_and_a_record_without_bos_means_none(tmp_path: Path) -> None:
+    nothing, texts = dict.fromkeys(("wikitext", "documents", "window", "limit")), (tmp_path / "here", tmp_path / "gone")
+    texts[0].mkdir()
+    (texts[0] / "test.jsonl").touch()
+    found = []
+    for text in map(str, texts):
+        numbers = {"options": {"wikitext": text, "limit": None}, "stages": [{"perplexity": {"window": 64}}]}
+        (tmp_path / job.RESULTS).write_text(json.dumps(numbers))
+        found.append(job.evaluation(tmp_path, **nothing))
+        assert "because" not in job.evaluation(tmp_path, **nothing | {"wikitext": "hub"}).about
+    here, gone = found
+    assert not here.bos and not gone.bos and (here.wikitext, gone.wikitext) == (str(texts[0]), None)
+    assert here.about.endswith(f"did: {texts[0]}, window 64, all documents, without BOS")
+    assert f"because there is no {texts[1]} here" in gone.about and "do not compare" in gone.about
 
 
 def test_the_recovered_share_follows_sign_and_significance() -> None:

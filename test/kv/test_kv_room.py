@@ -37,6 +37,7 @@ def fed(model, cache, tokens, rows=slice(None)):
 
 
 def test_tokens_are_written_in_place(model) -> None:
+    assert packed.held(DynamicCache(), 0) is packed.held(object(), 0) is None
     cache = DynamicCache(config=model.config)
     fed(model, cache, range(2))
     at = [layer.keys.data_ptr() for layer in cache.layers]
@@ -81,9 +82,24 @@ def test_what_happens_to_a_cache_between_two_steps(model, how: str) -> None:
 def test_memory_grows_when_it_is_full(model, monkeypatch) -> None:
     monkeypatch.setattr(packed, "ROOM", 2)
     cache = DynamicCache(config=model.config)
-    logits = fed(model, cache, range(9))
+    at = []
+    for i in range(9):
+        logits = fed(model, cache, [i])
+        at.append(cache.layers[0].keys.data_ptr())
     assert torch.equal(logits[:, -1], model(IDS).logits[:, -1])
     assert cache.layers[0].keys.shape[2] == 9
+    assert [i for i in range(1, 9) if at[i] != at[i - 1]] == [1, 4, 7], "room for two more than are written"
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_part_that_was_replaced_is_not_written_over(model, part: str) -> None:
+    cache = DynamicCache(config=model.config)
+    fed(model, cache, range(5))
+    for layer in cache.layers:
+        setattr(layer, part, getattr(layer, part).flip(0))
+    given = [getattr(layer, part) for layer in cache.layers]
+    fed(model, cache, [5, 6])
+    assert all(torch.equal(getattr(layer, part)[:, :, :5], t) for layer, t in zip(cache.layers, given, strict=True))
 
 
 def coded(memory: int = 5, even: bool = True) -> packed.Coded:
@@ -141,20 +157,35 @@ def test_the_kernel_gets_bytes_mask_and_scale(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_attends_without_gradients_to_keys_and_values_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "why_not_attend", lambda *given: None)
+    asked = []
+    monkeypatch.setattr(kv, "why_not_attend", lambda *given: asked.append(given))
     new, short = coded().source, packed.New(torch.randn(2, 2, 4, 64), get_kv_format("int8-token-head"), None)
     flat = packed.New(new.x[0], new.format, None)
     assert not packed.attends(new, new)
     with torch.no_grad():
         assert packed.attends(new, new) and not packed.attends(new, short) and not packed.attends(flat, flat)
+        assert asked == [(new.format, new.format, 64, torch.bfloat16, new.x.device)]
         monkeypatch.setattr(kv, "why_not_attend", lambda *given: "has no kernel")
         assert not packed.attends(new, new)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_query_token_gets_the_bytes_that_a_kernel_reads(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "why_not_attend", lambda *given: None)
+    f, given = get_kv_format("int8-token-head"), torch.randn(2, 2, 2, tokens, 64).bfloat16()
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            parts = packed.store(DynamicCache(), *(packed.New(x, f, None) for x in given), 0, (), {})
+        for x, t in zip(given, parts, strict=True):
+            assert isinstance(t, packed.Coded) == (tokens == 1 and not grad)
+            assert torch.equal(t + 0, kv.values(x, f, None))
+
+
 def test_bytes_are_decoded_by_any_operation() -> None:
     f, x = get_kv_format("int8-token-head"), torch.randn(1, 2, 5, 16).bfloat16()
-    coded = packed.Coded(kv.pack(x, f, None), packed.New(x, f, None))
+    held = packed.Coded(kv.pack(x, f, None), packed.New(x, f, None))
     values = kv.values(x, f, None)
-    assert coded.shape == x.shape and coded.dtype == x.dtype
-    assert torch.equal(coded[:, :, 1:3] * 2, values[:, :, 1:3] * 2)
-    assert torch.equal(torch.nn.functional.linear(coded, torch.eye(16).bfloat16()), values)
+    assert held.shape == x.shape and held.dtype == x.dtype
+    assert torch.equal(held[:, :, 1:3] * 2, values[:, :, 1:3] * 2)
+    assert torch.equal(held.sum(-1, dtype=torch.float32), values.sum(-1, dtype=torch.float32))
+    assert torch.equal(torch.nn.functional.linear(held, torch.eye(16).bfloat16()), values)
