@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
 from aoquant.formats import Format, Scales, as_operand, get_operand, tiles
-from aoquant.ops import CodecRequest, backward, codec, router
+from aoquant.ops import CodecRequest, backward, codec, native, native_cpu, router
 from aoquant.ops.codec import cuda, triton
 from aoquant.ops.encoding import padded
 from aoquant.ops.quantized import Ask, Side
@@ -169,6 +170,262 @@ def test_both_sides_at_once_take_whole_blocks(name: str, monkeypatch: pytest.Mon
     operand = get_operand(name)
     whole, cut = (CodecRequest("sides", operand, CUDA, BF16, 32, k, True, True, False, operand, True) for k in (64, 60))
     assert triton._why_not_sides(whole) is None and triton._why_not_sides(cut) is not None
+
+
+@pytest.fixture
+def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for a Hopper GPU with Triton and aoquant's libraries."""
+    monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
+    monkeypatch.setattr(native, "why_not", lambda: None)
+    monkeypatch.setattr(native, "why_not_on", lambda device: None)
+    monkeypatch.setattr(native_cpu, "why_not", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def said(backend: str, role: str, name: str, **given: Any) -> str | None:
+    """Return why a backend refuses a request of 6 x 192 bfloat16 values; None where it takes the request."""
+    device = CPU if backend == "cpu" else CUDA
+    fields = {"device": device, "dtype": BF16, "rows": 6, "k": 192} | given
+    if isinstance(fields.get("columns"), str):
+        fields["columns"] = get_operand(fields["columns"])
+    reason = dict(explain(CodecRequest(role, get_operand(name), **fields)))[backend]
+    return None if reason in ("runs", "willing, lower priority") else reason
+
+
+READS = "reads float32, bfloat16 or float16 matrices with values in them, got {} x {} of {}"
+TAKES = "takes bfloat16 or float32 matrices with values in them, got {} x {} of {}"
+EMPTY: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"rows": 0}, (0, 192, BF16)),
+    ({"k": 0}, (6, 0, BF16)),
+    ({"dtype": torch.float64}, (6, 192, torch.float64)),
+]
+
+
+@pytest.mark.parametrize(("given", "got"), EMPTY, ids=["rows", "k", "dtype"])
+@pytest.mark.parametrize(
+    ("backend", "role", "name", "reason"),
+    [
+        ("triton", "quantize", "nvfp4", READS),
+        ("triton", "decode", "nvfp4", READS),
+        ("triton", "transform", "hadamard16+nvfp4", READS),
+        ("triton", "saturate", "xx-mxfp4", READS),
+        ("triton", "sides", "te-nvfp4", READS),
+        ("cuda", "quantize", "fouroversix", READS),
+        ("cuda", "quantize", "wush16+nvfp4", READS),
+        ("cuda-fitted", "transform", "wush16+nvfp4", READS),
+        ("cpu", "decode", "int4-g32", TAKES),
+        ("cpu", "quantize", "int8-row", TAKES),
+    ],
+)
+@pytest.mark.usefixtures("every_kernel")
+def test_a_kernel_refuses_what_it_cannot_read(
+    backend: str, role: str, name: str, reason: str, given: dict[str, Any], got: tuple[Any, ...]
+) -> None:
+    both = {"columns": name, "column_codes": True, "values": True} if role == "sides" else {}
+    assert said(backend, role, name, **both) is None
+    assert said(backend, role, name, **both | given) == reason.format(*got)
+
+
+@pytest.mark.parametrize(
+    ("backend", "role", "name", "given", "reason"),
+    [
+        ("triton", "quantize", "nvfp4", {"k": 200}, "encodes blocks of 16, got K = 200"),
+        ("triton", "quantize", "nvfp4", {"rows": 1, "dtype": F32}, None),
+        ("triton", "quantize", "int8-row", {"k": 1}, None),
+        ("triton", "quantize", "intx4-row", {"k": 16}, None),
+        ("triton", "quantize", "int8-tensor", {"k": (1 << 14) + 1}, None),
+        ("triton", "quantize", "nvfp4-search", {}, "has no kernel for nvfp4-search"),
+        ("triton", "decode", "nvfp4-search", {}, None),
+        ("triton", "quantize", "high-precision", {}, "has no kernel for high-precision"),
+        ("triton", "quantize", "fouroversix", {}, None),
+        (
+            "triton",
+            "quantize",
+            "fouroversix-mae",
+            {},
+            "encodes blocks of 16 by their squared error, not fouroversix-mae",
+        ),
+        ("triton", "decode", "fouroversix-mae", {}, None),
+        ("triton", "decode", "fouroversix-16x16", {}, None),
+        ("triton", "transform", "rht32+mxfp4-sr", {}, None),
+        ("triton", "transform", "rht32+mxfp4-sr", {"k": 208}, "rotates and scales 32 values at once, got K = 208"),
+        ("triton", "transform", "wush16+nvfp4", {}, "has no kernel for wush16"),
+        ("triton", "transform", "nvfp4", {}, "has no kernel for no transform"),
+        ("triton", "saturate", "hadamard16+xx-mxfp4", {}, None),
+        ("triton", "saturate", "wush16+xx-mxfp4", {}, "has no kernel for wush16+xx-mxfp4"),
+        ("triton", "saturate", "mxfp8", {}, "has no kernel for mxfp8"),
+        ("triton", "saturate", "high-precision", {}, "has no kernel for high-precision"),
+        ("cuda", "quantize", "fouroversix", {"held": True}, "makes its own scales"),
+        ("cuda", "quantize", "mxfp8", {}, "encodes four-over-six, GridFlip and NVFP4's search alone"),
+        (
+            "cuda",
+            "quantize",
+            "gridflip-row",
+            {},
+            "encodes under one outer scale for the tensor, not one a row: gridflip-row",
+        ),
+        ("cuda", "quantize", "hadamard16+fouroversix", {}, None),
+        ("cuda", "quantize", "rht16+fouroversix", {"k": 200}, "rotates and scales 16 values at once, got K = 200"),
+        ("cuda", "quantize", "wush16+nvfp4", {"values": True}, "makes codes alone"),
+        (
+            "cuda",
+            "quantize",
+            "wush16+nvfp4-row",
+            {},
+            "encodes NVFP4 and MXFP4 behind a fitted transform, not nvfp4-row",
+        ),
+        ("cuda", "quantize", "wush32+mxfp8", {}, "encodes NVFP4 and MXFP4 behind a fitted transform, not mxfp8"),
+        ("cuda", "quantize", "nvfp4", {"rows": 1 << 13, "k": 1 << 8}, None),
+        (
+            "cuda",
+            "quantize",
+            "nvfp4",
+            {"rows": (1 << 13) - 1, "k": 1 << 8},
+            "encodes 2097152 values or more of nvfp4, in rows of a multiple of 16, got 8191 x 256",
+        ),
+        (
+            "cuda",
+            "quantize",
+            "fp8-tensor",
+            {"rows": 1 << 20, "k": 24},
+            "encodes 2097152 values or more of fp8-tensor, in rows of a multiple of 16, got 1048576 x 24",
+        ),
+        ("cuda", "quantize", "nvfp4-row", {}, "makes the operand of nvfp4-row, without a transform, and not codes"),
+        ("cuda", "quantize", "nvfp4-row", {"codes": False, "rows": 1 << 14, "k": 1 << 10}, None),
+        (
+            "cuda",
+            "quantize",
+            "nvfp4-row",
+            {"codes": False, "rows": (1 << 14) + 1, "k": 1 << 10},
+            "encodes up to 16777216 values of nvfp4-row: with more Triton's kernel is faster",
+        ),
+        ("cuda", "quantize", "mxfp4", {"codes": False}, None),
+        (
+            "cuda",
+            "quantize",
+            "mxfp4",
+            {"codes": False, "k": 48},
+            "reads rows of bfloat16 or float16 by 32, got K = 48 of torch.bfloat16",
+        ),
+        ("cuda", "quantize", "fp8-row", {"codes": False, "k": 16}, None),
+        (
+            "cuda",
+            "quantize",
+            "fp8-row",
+            {"codes": False, "k": 34},
+            "reads rows of bfloat16 or float16 by 16, got K = 34 of torch.bfloat16",
+        ),
+        ("cpu", "decode", "int4-g32", {"device": CUDA}, "its kernels are for CPUs"),
+        ("cpu", "decode", "int8-row", {"rows": 1, "dtype": F32}, None),
+        ("cpu", "decode", "int4-g64", {}, None),
+        ("cpu", "quantize", "int8-row", {"device": CUDA}, "its kernels are for CPUs"),
+        ("cpu", "quantize", "int8-row", {"rows": 1, "k": 1}, None),
+        ("cpu", "quantize", "int8-row", {"held": True}, "makes its own scales"),
+        ("cpu", "quantize", "hadamard16+int8-row", {}, "knows no transform"),
+        ("cpu", "quantize", "int4-g64", {}, None),
+        *(
+            ("cpu", "quantize", name, {}, f"encodes int4 and int8-row and int8-row-asym, not {name}")
+            for name in ("int4-bf16-g64", "int4-g48", "intx8-g32", "mxfp4")
+        ),
+    ],
+)
+@pytest.mark.usefixtures("every_kernel")
+def test_what_a_kernel_takes_and_refuses(
+    backend: str, role: str, name: str, given: dict[str, Any], reason: str | None
+) -> None:
+    assert said(backend, role, name, **given) == reason
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "codes", "column_codes", "values", "reason"),
+    [
+        ("te-nvfp4", "te-nvfp4", True, True, True, None),
+        ("te-nvfp4", None, True, False, True, "has no kernel that makes te-nvfp4 of x and nothing of x^T at once"),
+        *(
+            (row, columns, codes, not first, True, f"has no kernel that makes {row} of x and {columns} of x^T at once")
+            for row, columns, codes, first in (
+                ("te-nvfp4", "te-nvfp4", True, True),
+                ("te-nvfp4", "te-nvfp4", False, False),
+                ("nvfp4", "te-nvfp4", True, False),
+                ("te-nvfp4", "nvfp4-sr", True, False),
+                ("nvfp4-sr", "te-nvfp4", True, False),
+            )
+        ),
+        ("te-nvfp4", "te-nvfp4", False, False, True, None),
+        ("nvfp4-sr", "nvfp4-sr", False, False, True, None),
+        ("nvfp4", "te-nvfp4", False, False, True, "makes no operands of nvfp4 and te-nvfp4 in one pass"),
+        ("te-fp8-tensor", "te-fp8-tensor", True, True, False, None),
+        *(
+            (row, columns, True, True, False, f"has no kernel that writes codes of {row} of x and of {columns} of x^T")
+            for row, columns in (
+                ("te-fp8-tensor", "te-fp8-e5m2-tensor"),
+                ("high-precision", "high-precision"),
+                ("nvfp4", "nvfp4"),
+            )
+        ),
+        (
+            "te-fp8-tensor",
+            None,
+            True,
+            False,
+            False,
+            "has no kernel that writes codes of te-fp8-tensor of x and of nothing of x^T",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("every_kernel")
+def test_which_sides_one_kernel_makes_at_once(
+    row: str, columns: str | None, codes: bool, column_codes: bool, values: bool, reason: str | None
+) -> None:
+    given = {"codes": codes, "column_codes": column_codes, "values": values, "columns": columns}
+    assert said("triton", "sides", row, **given) == reason
+    if row == columns == "te-fp8-tensor":
+        assert said("triton", "sides", row, **given, k=40) == "reads rows of float8 by 16, got K = 40"
+
+
+@pytest.mark.parametrize(
+    ("backend", "role", "name", "given"),
+    [
+        ("cuda", "quantize", "fouroversix", {}),
+        ("cuda", "quantize", "nvfp4", {"rows": 1 << 14}),
+        ("cuda", "quantize", "fp8-row", {"codes": False}),
+        ("cuda", "quantize", "wush16+nvfp4", {}),
+        ("cuda-fitted", "transform", "wush16+nvfp4", {}),
+    ],
+)
+@pytest.mark.usefixtures("every_kernel")
+def test_a_library_that_cannot_run_is_the_reason(
+    backend: str, role: str, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First that there is no library, then that it has no code for this GPU."""
+    assert said(backend, role, name, **given) is None
+    monkeypatch.setattr(native, "why_not_on", lambda device: f"no code for {device}")
+    assert said(backend, role, name, **given) == "no code for cuda"
+    monkeypatch.setattr(native, "why_not", lambda: "no library")
+    assert said(backend, role, name, **given) == "no library"
+
+
+@pytest.mark.parametrize(
+    ("capability", "whole", "fitted"),
+    [((8, 9), False, False), ((9, 0), True, True), ((10, 0), True, True), ((12, 0), True, False)],
+)
+@pytest.mark.usefixtures("every_kernel")
+def test_which_gpus_the_library_serves(
+    capability: tuple[int, int], whole: bool, fitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    copies, sums = (
+        "copies by an engine that Hopper and later have",
+        "sums in float64 on tensor cores, which only Hopper and the large Blackwells have at speed",
+    )
+    assert said("cuda", "quantize", "nvfp4", rows=1 << 14) == (None if whole else copies)
+    assert said("cuda", "quantize", "wush16+nvfp4") == (None if fitted else sums)
+    assert said("cuda-fitted", "transform", "wush16+nvfp4") == (None if fitted else sums)
+
+
+def test_which_encoders_find_an_outer_scale_first() -> None:
+    names = ("nvfp4", "nvfp4-pow2", "nvfp4-none", "mxfp4", "fp8-tensor", "high-precision")
+    assert [name for name in names if triton.finds_outer(get_operand(name))] == ["nvfp4", "nvfp4-pow2"]
 
 
 @pytest.mark.parametrize("name", sorted({*list_formats(), *EXTRA, "fouroversix-mae", "fouroversix-absmax-16x16"}))
