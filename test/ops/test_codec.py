@@ -552,13 +552,14 @@ def test_decoded_values_in_high_precision_are_memory_of_their_own() -> None:
     assert values.data_ptr() != e.codes.data_ptr()
 
 
-@pytest.mark.parametrize("rows", [48, 40, 0])
+@pytest.mark.parametrize("rows", [64, 48, 40, 0])
 @pytest.mark.parametrize("name", ["te-nvfp4-16x16", "fouroversix-16x16", "fp8-16x16", "fp8-tensor", "mxfp8-32x32"])
 def test_transposed_codes_are_those_of_the_transpose(name: str, rows: int) -> None:
     """Padded along the new K alike."""
     operand, x = get_operand(name), data("outlier", rows, 96, F32)
     found = backward.columns(x, operand, 32)
     assert found.codes.shape[0] == 96 and found.k == (64 if rows else 32)
+    assert found.codes.is_contiguous()
     if rows:
         turned = codec.transposed(operand, operand.encode(x), padded(len(x), 32))
         assert not unequal_parts(turned, found)
