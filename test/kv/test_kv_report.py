@@ -12,10 +12,12 @@ import pytest
 import torch
 from support.kv_models import IDS, SOME_SLOW, model, of, prepared
 from torchao.quantization import FqnToConfig
+from transformers import DynamicCache
 
 import aoquant
 from aoquant import KVCacheConfig, QATConfig, quantize_
 from aoquant.formats.kv import KV_NAMES
+from aoquant.report.cache_rows import caches_of
 
 LAYER = "model.layers.1.self_attn"
 
@@ -98,6 +100,42 @@ def test_a_cache_that_is_not_reached() -> None:
         one.config.num_hidden_layers = 1
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn: this batch does not reach"):
         aoquant.verify(made, served, IDS)
+
+
+class Unnumbered(torch.nn.Module):
+    """An attention module that does not tell its cache the number of its layer."""
+
+    def forward(self, x: Any, past_key_values: Any) -> Any:
+        k = x.unflatten(-1, (2, 32)).transpose(1, 2)
+        return past_key_values.update(k, 2 * k)[1]
+
+
+class OfTwoLayers(torch.nn.Module):
+    """Give an `Unnumbered` module a cache whose two layers hold a token each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Unnumbered()
+
+    def forward(self, x: Any) -> Any:
+        self.cache, converted = DynamicCache(), self.attention.kv_quant.converted
+        first = torch.zeros(1, 2, 1, 34, dtype=torch.uint8) if converted else torch.zeros(1, 2, 1, 32)
+        for layer in range(2):
+            self.cache.update(first, first, layer)
+        return self.attention(x, past_key_values=self.cache)
+
+
+@pytest.mark.parametrize("runs", ["prepared", "converted", "reported"])
+def test_a_layer_without_a_number_is_the_first_of_its_cache(runs: str) -> None:
+    made, x = OfTwoLayers(), torch.randn(1, 3, 64)
+    quantize_(made, QATConfig(KVCacheConfig("q8_0"), step="prepare"))
+    if runs == "converted":
+        quantize_(made, QATConfig(step="convert"))
+    if runs == "reported":
+        caches_of(made, copy.deepcopy(made), x)
+    else:
+        made(x)
+    assert [layer.keys.shape[2] for layer in made.cache.layers] == [4, 1]
 
 
 def test_models_that_do_not_match() -> None:
