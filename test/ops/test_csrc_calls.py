@@ -167,6 +167,7 @@ def test_a_fitted_transform_calls_its_operator_as_it_is_defined(
     assert torch.equal(got["x"], want) and got["back"] is back
     assert got["out"] == native.OUT[torch.bfloat16 if back or operand.format.lossless else torch.float32]
     assert torch.equal(got["matrix"], matrix.float()) and got["matrix"].is_contiguous()
+    assert got["matrix"].dtype == torch.float32
 
 
 def test_a_fitted_transform_without_its_matrices_is_refused_by_name() -> None:
@@ -206,6 +207,38 @@ def test_which_kernels_make_what_the_codec_asks_for(
     assert (got is made) == (wanted == "triton")
     if wanted == "encode_rows":
         assert got.encoded is None and got.values.dtype == torch.bfloat16 and got.alpha.shape == (8, 1)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-tensor"])
+def test_a_whole_tensor_is_encoded_as_its_operator_is_defined(
+    name: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of the result are those that the format's own encoder makes."""
+    given: list[dict[str, Any]] = []
+
+    def run(*args: Any) -> Any:
+        given.append(dict(zip((a.name for a in schemas()["encode_tensor"].arguments), args, strict=True)))
+        return native._FAKES["encode_tensor"](*args)
+
+    monkeypatch.setattr(native, "operator", lambda called: run)
+    operand, x = get_operand(name), torch.randn(8, 64).bfloat16()
+    made, want = cuda.quantize(operand, x, Ask(keep, torch.float16)), operand.encode(x)
+    assert given[0]["kind"] == (name == "fp8-tensor") and given[0]["keep"] is keep and given[0]["out"] == 2
+    assert made.values is not None and made.values.dtype == torch.float16 and made.alpha is not None
+    assert (made.encoded is not None) == keep
+    for a, b in zip(made.encoded[:4] if keep else (), want[:4] if keep else (), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape == b.shape and a.dtype == b.dtype)
+
+
+@pytest.mark.parametrize("operand", [True, False])
+def test_rows_are_encoded_as_an_operand_or_decoded(operand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(native, "operator", lambda name: lambda *a: (given.append(a), native._FAKES[name](*a))[1])
+    x = torch.randn(8, 64).bfloat16()
+    cuda.quantize(get_operand("fp8-row"), x, Ask(False, torch.bfloat16, operand))
+    assert given[0][1:] == (2, not operand)
 
 
 def test_what_an_encoder_of_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
