@@ -294,6 +294,27 @@ def test_a_layer_that_is_not_reached_is_not_a_pass() -> None:
         verify(prepared, converted, batch()[:0])  # no row, nothing compared
 
 
+class Again(Net):
+    """Run one layer twice, for the same output."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.up(x * scale)
+        return super().forward(x, scale)
+
+
+def test_a_layer_that_runs_more_often_in_one_model_is_named() -> None:
+    _, prepared, converted = forms("nvfp4")
+    converted.__class__ = Again
+    for a, b, calls in ((prepared, converted, (1, 2)), (converted, prepared, (2, 1))):
+        up, down = report(a, b, batch()).layers
+        assert (up.calls, down.calls, down.warning) == (calls, (1, 1), "")
+        assert up.warning == f"its forward ran {calls[0]} time(s) in model_a and {calls[1]} in model_b"
+        with pytest.raises(
+            ValueError, match=r"1 layer\(s\) do not run equally often in both models:\n  up: its forward"
+        ):
+            verify(a, b, batch())
+
+
 def test_batches_of_every_kind_and_autocast() -> None:
     model, prepared, converted = forms("nvfp4")
     x = batch()
@@ -392,6 +413,8 @@ def test_what_is_not_exact_or_did_not_run_is_not_called_exact() -> None:
     rows = list(report(prepared, converted, batch()).layers)
     assert "all 2 layer" in render.bit_equal(rows)
     assert "1 did not run" in render.bit_equal([replace(rows[0], output_sqnr_db=None), rows[1]])
+    assert "all 2 layer" in render.bit_equal([replace(rows[0], quantisation_db=None), rows[1]])
+    assert render.bit_equal([replace(r, quantisation_db=None) for r in rows]) == ""
     for wrong in ({"output_sqnr_db": 90.0}, {"weight_sqnr_db": math.nan}):
         assert render.bit_equal([replace(rows[0], **wrong), rows[1]]) == ""
     assert render.bit_equal([replace(r, output_sqnr_db=None) for r in rows]) == render.bit_equal([]) == ""

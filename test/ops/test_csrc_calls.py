@@ -19,7 +19,7 @@ from aoquant import get_format
 from aoquant.formats import Scales, as_operand, get_operand
 from aoquant.ops import CodecRequest, native
 from aoquant.ops.codec import cuda, fitted, triton, triton_kernels
-from aoquant.ops.quantized import Ask
+from aoquant.ops.quantized import Ask, Side
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,100 @@ def test_an_encoder_behind_a_fitted_transform_is_told_the_outer_scale(
     for a, b in zip(got[:4], want[:4], strict=True):
         assert (a is None) == (b is None)
         assert a is None or (a.shape == b.shape and a.dtype == b.dtype)
+
+
+@pytest.mark.parametrize("name", ["wush16+nvfp4", "wush16+high-precision"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_fitted_transform_calls_its_operator_as_it_is_defined(
+    name: str, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 values for an encoder, else x's dtype. The gradient of clipped values is zero."""
+    given: list[dict[str, Any]] = []
+    called = [a.name for a in schemas()["transform_fitted"].arguments]
+    monkeypatch.setattr(native, "operator", lambda name: lambda *a: given.append(dict(zip(called, a, strict=True))))
+    operand, matrix = get_operand(name), torch.randn(16, 16, 4).bfloat16().permute(2, 0, 1)
+    x, bits = torch.randn(8, 64).bfloat16(), torch.zeros(8, 8, dtype=torch.uint8)
+    bits[3, 2] = 1 << 4
+    fitted.transform(operand, x, matrix, back, bits if back else None)
+    want = x.clone()
+    if back:
+        want[3, 20] = 0
+    (got,) = given
+    assert torch.equal(got["x"], want) and got["back"] is back
+    assert got["out"] == native.OUT[torch.bfloat16 if back or operand.format.lossless else torch.float32]
+    assert torch.equal(got["matrix"], matrix.float()) and got["matrix"].is_contiguous()
+    assert got["matrix"].dtype == torch.float32
+
+
+def test_a_fitted_transform_without_its_matrices_is_refused_by_name() -> None:
+    operand, x = get_operand("wush16+nvfp4"), torch.randn(8, 64)
+    with pytest.raises(ValueError, match=r"^wush16: its matrices are found by calibration, and none were given"):
+        fitted.transform(operand, x, None, False, None)
+    for ask in (Ask(), Ask(held=Scales(outer=torch.ones(1, 1)))):
+        with pytest.raises(ValueError, match=r"^wush16: its matrices are found"):
+            cuda.quantize(operand, x, ask)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("wush16+nvfp4", {"held": Scales(transform=torch.eye(16).expand(4, 16, 16))}, "encode_fitted"),
+        ("nvfp4", {}, "encode_tensor"),
+        ("nvfp4", {"measured": torch.ones(1, 1)}, "triton"),
+        ("nvfp4-row", {"codes": False, "values": torch.bfloat16}, "encode_rows"),
+        ("nvfp4-row", {"codes": False, "values": torch.float32}, "triton"),
+        ("hadamard16+fouroversix", {}, "triton, finite_absmax, encode_grids"),
+    ],
+)
+def test_which_kernels_make_what_the_codec_asks_for(
+    name: str, given: dict[str, Any], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton takes outer scales that are measured already, values of another dtype, and Hadamard transforms."""
+    calls, made = [], Side()
+
+    def operator(called: str) -> Any:
+        return lambda *args: (calls.append(called), native._FAKES[called](*args))[1]
+
+    monkeypatch.setattr(native, "operator", operator)
+    monkeypatch.setattr(triton, "quantize", lambda *args: (calls.append("triton"), made)[1])
+    monkeypatch.setattr(triton, "transform", lambda operand, x, matrix: (calls.append("triton"), x.float())[1])
+    got = cuda.quantize(get_operand(name), torch.randn(8, 64).bfloat16(), Ask(**given))
+    assert ", ".join(calls) == wanted
+    assert (got is made) == (wanted == "triton")
+    if wanted == "encode_rows":
+        assert got.encoded is None and got.values.dtype == torch.bfloat16 and got.alpha.shape == (8, 1)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-tensor"])
+def test_a_whole_tensor_is_encoded_as_its_operator_is_defined(
+    name: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of the result are those that the format's own encoder makes."""
+    given: list[dict[str, Any]] = []
+
+    def run(*args: Any) -> Any:
+        given.append(dict(zip((a.name for a in schemas()["encode_tensor"].arguments), args, strict=True)))
+        return native._FAKES["encode_tensor"](*args)
+
+    monkeypatch.setattr(native, "operator", lambda called: run)
+    operand, x = get_operand(name), torch.randn(8, 64).bfloat16()
+    made, want = cuda.quantize(operand, x, Ask(keep, torch.float16)), operand.encode(x)
+    assert given[0]["kind"] == (name == "fp8-tensor") and given[0]["keep"] is keep and given[0]["out"] == 2
+    assert made.values is not None and made.values.dtype == torch.float16 and made.alpha is not None
+    assert (made.encoded is not None) == keep and (not keep or made.encoded.k == 64)
+    for a, b in zip(made.encoded[:4] if keep else (), want[:4] if keep else (), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape == b.shape and a.dtype == b.dtype)
+
+
+@pytest.mark.parametrize("operand", [True, False])
+def test_rows_are_encoded_as_an_operand_or_decoded(operand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(native, "operator", lambda name: lambda *a: (given.append(a), native._FAKES[name](*a))[1])
+    x = torch.randn(8, 64).bfloat16()
+    cuda.quantize(get_operand("fp8-row"), x, Ask(False, torch.bfloat16, operand))
+    assert given[0][1:] == (2, not operand)
 
 
 def test_what_an_encoder_of_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
