@@ -281,6 +281,29 @@ def test_a_gather_leaves_out_shards_of_tensor_parallelism(mesh: DeviceMesh) -> N
     assert quantized_all_gather(model) == {"0": "bf16: its shards are no whole rows"}
 
 
+@pytest.mark.parametrize("name", ["rows", "both", "experts", "experts both"])
+def test_a_rank_sends_its_codes_and_scales_and_no_byte_more(mesh: DeviceMesh, name: str) -> None:
+    """FSDP2 sends what `fsdp_pre_all_gather` of the sharded tensor returns."""
+    if "experts" in name:
+        model: Any = model_of("mixtral").model.layers[0].mlp
+        config = QATConfig("mxfp4") if name == "experts" else GATHERED["both"][0]()
+        quantize_(model, config, lambda m, fqn: "experts" in fqn)
+        owner, weights = model.experts, ["gate_up_proj", "down_proj"]
+    else:
+        model = nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16()
+        quantize_(model, GATHERED[name][0]())
+        owner, weights = model[0], ["weight"]
+    fully_shard(model, mesh=mesh)
+    assert {*quantized_all_gather(model).values()} == {"rows and columns" if "both" in name else "rows"}
+    shards = [owner.get_parameter(n)._local_tensor for n in weights]
+    sent = [shard.fsdp_pre_all_gather(mesh)[0] for shard in shards]
+    model.unshard()
+    for n, (buffer,) in zip(weights, sent, strict=True):
+        gathered = owner._parameters[n]
+        assert buffer.dtype == torch.uint8
+        assert buffer.numel() == sum(part.numel() * part.element_size() for part in gathered.parts)
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_gather_of_tied_layers(mesh: DeviceMesh, alike: bool) -> None:
     """Tied layers are gathered as codes where they have one recipe, and where filter_fn chooses each of them."""
