@@ -5,8 +5,10 @@ of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +16,20 @@ import torch
 import torch.distributed as dist
 from peft import get_peft_model
 from support.adapters import lora, prepared
+from support.bits import unequal_parts
 from support.models import IDS, llama, logits
 from support.moe_models import model_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from aoquant import (
     CalibrateConfig,
+    Cast,
     HybridConfig,
     Int4WeightConfig,
     IntxWeightConfig,
@@ -41,6 +45,7 @@ from aoquant import (
 from aoquant.experts.prepared import QATExperts
 from aoquant.integrations import finetune
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
+from aoquant.integrations.vllm_sync import sync_vllm
 from aoquant.linear.prepared import QATLayer
 from aoquant.recipes import get_recipe
 
@@ -229,6 +234,129 @@ def test_a_gather_of_codes_names_what_it_leaves_out(mesh: DeviceMesh) -> None:
     assert found["model.embed_tokens"] == "bf16: an embedding reads rows of its weight"
     assert found["model.layers.0.self_attn.q_proj"].startswith("rows")
     assert not stacks & set(quantized_all_gather(model, lambda m, _: isinstance(m, nn.Linear)))
+
+
+GATHERED: dict[str, tuple[Callable[[], Any], str]] = {
+    "delayed": (
+        lambda: HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=2),
+        "bf16: its scales are delayed.*amax_history=0",
+    ),
+    "learned": (lambda: QATConfig(IntxWeightConfig(4, 32), scales="learned"), "bf16: the layer encodes its weight by"),
+    "clipped": (
+        lambda: QATConfig(Int4WeightConfig(32), straight_through="clipped"),
+        "bf16: straight_through='clipped' masks gradients",
+    ),
+    "float forward": (lambda: HybridConfig.fwd_bwd(None, "mxfp8"), "bf16: its forward does not quantise the weight"),
+    "float dgrad": (
+        lambda: HybridConfig.fwd_bwd("mxfp8", None).replaced(dgrad_weight=Cast(None)),
+        "bf16: dgrad starts from the weight itself",
+    ),
+    "wide": (
+        lambda: HybridConfig.fwd_bwd("mxfp8", "mxfp8").replaced(dgrad_weight=Cast("mxfp8")),
+        r"bf16: its codes take 2\.06 bytes for each value",
+    ),
+    "rows": (lambda: QATConfig(Int4WeightConfig(32)), "rows$"),
+    "both": (
+        lambda: HybridConfig.fwd_bwd("te-nvfp4", "te-nvfp4").replaced(dgrad_weight=Cast("te-nvfp4")),
+        "rows and columns$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_gather_says_what_it_sends_and_why(mesh: DeviceMesh, name: str) -> None:
+    """The reason names what the recipe needs; a layer that is gathered in bf16 trains as before."""
+    config, said = GATHERED[name]
+    outputs = []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64))
+        quantize_(model, config())
+        fully_shard(model, mesh=mesh)
+        if codes:
+            found = quantized_all_gather(model)
+            assert list(found) == ["0"] and re.match(said, found["0"]), found
+        x = torch.linspace(-3, 3, 32 * 64).view(32, 64).requires_grad_()
+        y = model(x)
+        y.float().square().mean().backward()
+        outputs.append([y, x.grad, *(p.grad.full_tensor() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_a_gather_leaves_out_shards_that_are_no_whole_rows(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    quantize_(model, QATConfig(Int4WeightConfig(32)))
+    columns = model[0].weight
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(int(p is columns)))
+    assert quantized_all_gather(model) == {"0": "bf16: its shards are no whole rows", "1": "rows"}
+
+
+def test_a_gather_leaves_out_shards_of_tensor_parallelism(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantize_(model, QATConfig(Int4WeightConfig(32)))
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, both["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=both["dp"])
+    assert quantized_all_gather(model) == {"0": "bf16: its shards are no whole rows"}
+
+
+@pytest.mark.parametrize("name", ["rows", "both", "experts", "experts both"])
+def test_a_rank_sends_its_codes_and_scales_and_no_byte_more(mesh: DeviceMesh, name: str) -> None:
+    """FSDP2 sends what `fsdp_pre_all_gather` of the sharded tensor returns."""
+    if "experts" in name:
+        model: Any = model_of("mixtral").model.layers[0].mlp
+        config = QATConfig("mxfp4") if name == "experts" else GATHERED["both"][0]()
+        quantize_(model, config, lambda m, fqn: "experts" in fqn)
+        owner, weights = model.experts, ["gate_up_proj", "down_proj"]
+    else:
+        model = nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16()
+        quantize_(model, GATHERED[name][0]())
+        owner, weights = model[0], ["weight"]
+    fully_shard(model, mesh=mesh)
+    assert {*quantized_all_gather(model).values()} == {"rows and columns" if "both" in name else "rows"}
+    shards = [owner.get_parameter(n)._local_tensor for n in weights]
+    sent = [shard.fsdp_pre_all_gather(mesh)[0] for shard in shards]
+    model.unshard()
+    for n, (buffer,) in zip(weights, sent, strict=True):
+        gathered = owner._parameters[n]
+        assert buffer.dtype == torch.uint8
+        assert buffer.numel() == sum(part.numel() * part.element_size() for part in gathered.parts)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_gather_of_tied_layers(mesh: DeviceMesh, alike: bool) -> None:
+    """Tied layers are gathered as codes where they have one recipe, and where filter_fn chooses each of them."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for layer, group in zip(model, (32, 32 if alike else 64), strict=True):
+        quantize_(model, QATConfig(Int4WeightConfig(group)), lambda m, _, layer=layer: m is layer)
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=mesh)
+    assert quantized_all_gather(model, lambda m, fqn: fqn == "0") == {}
+    found = quantized_all_gather(model, lambda m, fqn: fqn in ("0", "1"))
+    assert found == {"0": "rows" if alike else "bf16: tied layers have different recipes"}
+
+
+def test_codes_are_of_the_dtype_that_a_policy_computes_in(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantize_(model, QATConfig(Int4WeightConfig(32)))
+    whole = copy.deepcopy(model).bfloat16()
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert quantized_all_gather(model) == {"0": "rows"}
+    model.unshard()
+    gathered = model[0].weight
+    assert gathered.dtype == torch.bfloat16 and not unequal_parts(gathered.rows, whole[0].encode_weight())
+
+
+@pytest.mark.parametrize("family", ["linear", "mixtral"])
+def test_sync_vllm_refuses_a_sharded_model_by_name(family: str, mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)) if family == "linear" else model_of(family)
+    layer = "0.weight" if family == "linear" else "model.layers.0.mlp.experts.gate_up_proj"
+    quantize_(model, QATConfig("mxfp4"), lambda m, fqn: fqn in layer)
+    fully_shard(model.get_submodule(layer.rpartition(".")[0]), mesh=mesh)
+    worker = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=object()))
+    llm = SimpleNamespace(llm_engine=worker, apply_model=lambda _: pytest.fail("the engine is not touched"))
+    with pytest.raises(ValueError, match=f"sync_vllm: {layer} is sharded over ranks: gather it first"):
+        sync_vllm(llm, model)
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "fp8"])

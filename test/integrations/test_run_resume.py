@@ -23,7 +23,7 @@ from support.gpu import LateResult, no_waiting
 from support.light_runs import light_runs
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aoquant import QATConfig, cli, quantize_
+from aoquant import Int4WeightConfig, QATConfig, cli, quantize_
 from aoquant.files.safetensors_file import header
 from aoquant.integrations import finetune as tuning
 from aoquant.integrations import finetune_checkpoints, job
@@ -32,7 +32,7 @@ from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity
-from aoquant.integrations.text import Documents
+from aoquant.integrations.text import ONE_TEXT, Documents
 from aoquant.linear.tensor import PackedTensor
 
 STEPS = 4
@@ -377,6 +377,18 @@ def test_a_run_trains_from_calibrated_ptq_and_goes_on(
     assert run(*given, "--out", "parts")[0] == 130 and scored == whole[:2]
     monkeypatch.setattr(job, "evaluate", evaluate)
     assert run(*given, "--out", "parts")[0] == 0 and scored == whole
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens for K")
+def test_calibrated_ptq_of_a_run_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of layers is printed, and that there are fewer blocks than --samples."""
+    ids = torch.randint(32, (3, 8), generator=torch.Generator().manual_seed(0))
+    for samples, said in ((2, ""), (3, ""), (4, "calibrated on 3 blocks, the whole text: --samples 4")):
+        options = job.Options(ptq="gptq", samples=samples, batch_size=2)
+        models.prepare_calibrated(llama(None), Int4WeightConfig(32), options, ids, ONE_TEXT)
+        err = capsys.readouterr().err
+        assert said in err and ("the whole text" in err) == bool(said)
+        assert "| layers | number | format | error / nearest's |" in err and "| q_proj | 1 | int4-g32 | 0." in err
 
 
 def test_a_second_run_in_a_folder_at_work_is_refused(

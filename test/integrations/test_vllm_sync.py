@@ -15,11 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aoquant
-from aoquant import MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, PackedWeightConfig, QATConfig, quantize_
+from aoquant import (
+    IntxWeightConfig,
+    MXFP4WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    PackedWeightConfig,
+    QATConfig,
+    quantize_,
+)
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 WHOLE = {part: whole for whole, parts in FUSED.items() for part in parts}
 ROW_PARALLEL = ("o_proj", "down_proj")
+BF16, F16 = torch.bfloat16, torch.float16
+INT4 = PackedWeightConfig("int4-g32")
 X = torch.linspace(-2, 2, 3 * 128).view(3, 128).to(torch.bfloat16)
 
 
@@ -114,6 +124,11 @@ def places(model: nn.Module) -> list[int]:
     return [getattr(p, "qdata", p).data_ptr() for p in model.parameters()]
 
 
+def parts_of(weight: Tensor) -> list[Tensor]:
+    parts = (weight.qdata, weight.scale, weight.zero_point) if isinstance(weight, PackedTensor) else (weight,)
+    return [part for part in parts if part is not None]
+
+
 CONFIGS = {
     "int4": PackedWeightConfig("int4-g32"),
     "nvfp4": NVFP4WeightConfig(),
@@ -190,3 +205,87 @@ def test_engines_that_do_not_follow_are_refused() -> None:
         aoquant.sync_vllm(Served(engine), llama())
     with pytest.raises(ValueError, match="got str"):
         aoquant.sync_vllm("served", prepared)
+
+
+def packed_of(engine: nn.Module) -> list[Tensor]:
+    return [w.qdata.clone() for w in engine.parameters() if isinstance(w, PackedTensor)]
+
+
+@pytest.mark.parametrize(
+    ("served", "said"),
+    [
+        (PackedWeightConfig("int4-g32", "int8-row"), r"\('int4-g32', 'int8-row'"),
+        (PackedWeightConfig("int4-g32", contract="dequantize"), r"\('int4-g32', '', 'dequantize'"),
+    ],
+    ids=["activation", "contract"],
+)
+def test_layers_of_one_format_that_multiply_otherwise_are_refused(served: Any, said: str) -> None:
+    engine = Engine(served)
+    before = packed_of(engine)
+    with pytest.raises(ValueError, match=rf"q_proj is prepared as \('int4-g32'.*vLLM serves .*{said}"):
+        aoquant.sync_vllm(Served(engine), trained(PackedWeightConfig("int4-g32")))
+    assert all(torch.equal(a, b) for a, b in zip(before, packed_of(engine), strict=True))
+
+
+def renamed(config: Any, *dtypes: torch.dtype) -> Any:
+    """A model of packed layers, one for each dtype, by names that the model in training does not have."""
+    engine = nn.Module()
+    for i, dtype in enumerate(dtypes):
+        layer = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=dtype))
+        quantize_(layer, config)
+        engine.add_module(f"renamed{i}", layer)
+    return engine
+
+
+@pytest.mark.parametrize(("dtypes", "got"), [((F16, BF16), "(float16.*bf|bfloat16.*f)loat16"), ((), "none")])
+def test_engines_whose_packed_weights_are_of_no_one_dtype_are_refused(
+    dtypes: tuple[torch.dtype, ...], got: str
+) -> None:
+    engine, loaded = renamed(INT4, *dtypes), []
+    engine.load_weights = loaded.append
+    with pytest.raises(ValueError, match=rf"sync_vllm: .*no packed weights of one dtype, got .*{got}"):
+        aoquant.sync_vllm(Served(engine), trained(INT4))
+    assert not loaded
+
+
+def test_a_part_that_is_served_unfused_is_compared_by_its_own_name() -> None:
+    engine = Engine(INT4)
+    mlp = engine.get_submodule("model.layers.1.mlp")
+    mlp.add_module("up_proj", renamed(PackedWeightConfig("int4-g64"), BF16).renamed0[0])
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj is prepared as .*vLLM serves \('int4-g64'"):
+        aoquant.sync_vllm(Served(engine), trained(INT4))
+
+
+@pytest.mark.parametrize("mark", [True, False])
+def test_a_failed_load_leaves_the_engines_mark_and_its_prefix_cache(mark: bool) -> None:
+    """vLLM's mark says how its next load_weights reads, so it is put back whatever happens."""
+    engine = renamed(INT4, BF16)
+    served, engine._do_torchao_reload = Served(engine), mark
+
+    def fail(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        assert engine._do_torchao_reload is False
+        raise RuntimeError("the loader failed")
+
+    engine.load_weights = fail
+    with pytest.raises(RuntimeError, match="the loader failed"):
+        aoquant.sync_vllm(served, trained(INT4))
+    assert engine._do_torchao_reload is mark and served.cached
+
+
+@pytest.mark.parametrize(("scales", "tied"), [("dynamic", True), ("learned", False)])
+def test_what_a_checkpoint_holds_is_sent_and_nothing_else(scales: str, tied: bool) -> None:
+    """A tied head is sent as the embedding alone, and learned scales are parts of the codes. Some of vLLM's models
+    return None from load_weights, which is no list of what they miss.
+    """
+    config, sent = IntxWeightConfig(4, 32), dict[str, Tensor]()
+    model, engine = llama(tied=tied), renamed(IntxWeightConfig(4, 32), BF16)
+    wanted = {name for name, _ in model.named_parameters()}
+    quantize_(model, QATConfig(config, step="prepare", scales=scales))
+    engine.load_weights = sent.update
+    assert aoquant.sync_vllm(Served(engine), model) == 14
+    assert {*sent} == wanted
+    quantize_(model, QATConfig(step="convert"))
+    for name, weight in model.named_parameters():
+        assert isinstance(sent[name], PackedTensor) == ("_proj" in name)
+        for ours, theirs in zip(parts_of(sent[name]), parts_of(weight.data), strict=True):
+            assert torch.equal(ours, theirs), name

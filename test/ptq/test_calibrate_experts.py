@@ -130,7 +130,9 @@ def test_experts_with_few_tokens_are_counted_and_refused_where_asked() -> None:
     assert counted > 8
     model = model_of("qwen3-moe")
     before = {n: p.clone() for n, p in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj: experts .*tokens\).* strict"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts.gate_up_proj: experts .*tokens\).* fewer than 64 tokens.* strict"
+    ):
         calibrate_ptq(model, few, CalibrateConfig(PackedWeightConfig("int4-g32"), strict=True))
     assert not any(isinstance(m, QATExperts) for m in model.modules())
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -213,6 +213,26 @@ def test_scales_help_where_one_channel_is_large(recipe: Any, method: str) -> Non
     assert report.rows[0].error < 0.5 * report.rows[0].nearest and report.rows[0].tokens == 256
 
 
+def test_scales_are_of_the_largest_input_of_all_batches() -> None:
+    """Whichever batch comes last."""
+    found = []
+    for order in (1, -1):
+        net, batches = outlier_net()
+        batches[0][:, 7] *= 30.0
+        config = CalibrateConfig(Int8WeightConfig(activation="int8-row"), "smoothquant")
+        calibrate_ptq(net, batches[::order], config)
+        found.append(net[0].weight.detach())
+    assert torch.equal(*found)
+
+
+def test_candidates_are_compared_on_rows_from_all_of_a_batch() -> None:
+    """The first half of the batch is zero, and shows nothing of any scale."""
+    net, _ = outlier_net()
+    batch = torch.cat([torch.zeros(512, 64), torch.randn(512, 64)])
+    calibrate_ptq(net, [batch], CalibrateConfig("int4-g32", "awq"))
+    assert net[0].weight[5] < 30.0  # was 60
+
+
 @pytest.mark.parametrize(
     "name", ["int4-g32", "intx3-row", "nvfp4", "mxfp4", "fp8-32x32", "gridflip-row", "int8-tensor"]
 )
@@ -258,6 +278,43 @@ def test_what_cannot_be_folded_is_refused_by_name(case: str) -> None:
     with pytest.raises(ValueError, match=message):
         calibrate_ptq(net, X, CalibrateConfig(recipe, method))
     assert all(type(m) in (nn.Sequential, nn.LayerNorm, nn.Linear, nn.GELU) for m in net.modules())
+    assert all(before[n] is p for n, p in net.named_parameters())
+
+
+class _ThriceNorm(nn.RMSNorm):
+    """A norm that multiplies by 2 + w."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape) * (2 + self.weight)
+
+
+def tied_norms() -> nn.Module:
+    net = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 32))
+    net[2].weight = net[0].weight
+    return net
+
+
+NAN, ZERO = torch.full((4, 32), torch.nan), torch.zeros(4, 32)
+UNUSABLE: dict[str, tuple[Any, list[Tensor], str]] = {
+    "norm": (
+        lambda: nn.Sequential(_ThriceNorm(32), nn.Linear(32, 32)),
+        X,
+        r"1: 0 before it multiplies neither by w nor by 1 \+ w: use method='gptq'",
+    ),
+    "tied": (tied_norms, X, r"1: 0: its weight is tied \(0, 2\).*untie it"),
+    "first NaN": (unfoldable, [NAN, *X], "Sequential: its outputs for the first batch hold NaN or Inf"),
+    "later NaN": (lambda: unfoldable()[:2], [*X, NAN], "1: its input holds NaN or Inf: look for it in the batches"),
+    "no token": (lambda: unfoldable()[:2], [ZERO[:0]], "1: no token reaches it"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_layers_and_inputs_that_no_scale_can_be_made_of_are_refused_by_name(case: str) -> None:
+    make, batches, message = UNUSABLE[case]
+    net = make()
+    before = dict(net.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        calibrate_ptq(net, batches, CalibrateConfig("int4-g32", "awq"))
     assert all(before[n] is p for n, p in net.named_parameters())
 
 

@@ -100,16 +100,20 @@ def test_clips_are_those_of_the_weight_that_codes_are_chosen_for(monkeypatch: py
     assert {w.dtype for w in given} == {first.dtype}
 
 
-def test_weights_that_are_rounded_together_have_the_codes_of_each_alone() -> None:
-    """A stack of weights with Gram matrices of their own, cut by rows and at once."""
-    f = get_format("int4-g32")
+@pytest.mark.parametrize(("name", "rows"), [("int4-g32", 7), ("int4-g32", 90), ("int4-g32", 0), ("fp8-32x32", 7)])
+def test_weights_that_are_rounded_together_have_the_codes_of_each_alone(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack of weights with Gram matrices of their own, some rows, or two weights, at a time."""
+    f = get_format(name)
     weights = []
     for seed in range(3):
-        w = torch.randn(24, 160, generator=torch.Generator().manual_seed(seed))
+        w = torch.randn(40, 160, generator=torch.Generator().manual_seed(seed))
         h = gram_of(160 + seed)[1][:160, :160].contiguous()
         factor = gptq.factor(h, 0.01, True)
         weights.append(gptq.Weight(w, f.encode(w), h, factor.write_upper(h), factor.order_K))
     alone = [gptq.choose_codes([w], f, torch.float32)[0] for w in weights]
+    monkeypatch.setattr(gptq, "TABLE_BYTES", rows * (5 * 160 // (f.block or 160) << f.bits))
     together = gptq.choose_codes(weights, f, torch.float32)
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a.encoded.codes, b.encoded.codes) and a.error < 0.9 * a.nearest

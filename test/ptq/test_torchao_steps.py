@@ -104,7 +104,37 @@ def test_what_is_refused() -> None:
 
 
 def test_a_model_to_load_into_is_that_of_the_base_config() -> None:
-    net, base = model(), model()
-    quantize_(net, AWQConfig(PackedWeightConfig("intx4-g32"), "prepare_for_loading"))
-    quantize_(base, PackedWeightConfig("intx4-g32"))
-    assert torch.equal(outputs(net), outputs(base))
+    for chosen in (None, lambda m, fqn: fqn.endswith("up_proj")):
+        net, base = model(), model()
+        quantize_(net, AWQConfig(PackedWeightConfig("intx4-g32"), "prepare_for_loading"), chosen)
+        quantize_(base, PackedWeightConfig("intx4-g32"), chosen)
+        assert [type(m) for m in net.modules()] == [type(m) for m in base.modules()]
+        assert torch.equal(outputs(net), outputs(base))
+
+
+def test_a_first_step_that_is_taken_again_forgets_the_calls_before() -> None:
+    net, config = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), AWQConfig(Int4WeightConfig(32), "prepare")
+    for batch in (torch.full((4, 32), torch.nan), torch.randn(64, 32)):
+        quantize_(net, config)
+        assert len(net._forward_pre_hooks) == 1
+        net(batch)
+    quantize_(net, AWQConfig(Int4WeightConfig(32), "convert"))
+    assert type(net[1]) is not nn.Linear and not net._forward_pre_hooks
+
+
+def test_a_step_moves_the_model_to_the_device_that_is_given() -> None:
+    net = nn.Sequential(nn.Linear(32, 32))
+    quantize_(net, GPTQConfig(base_config=Int4WeightConfig(32), step="observe"), device="meta")
+    assert net[0].weight.is_meta
+
+
+def test_calls_that_cannot_be_repeated_by_keywords_are_refused() -> None:
+    class Several(nn.Sequential):
+        def forward(self, *xs: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(sum(xs)) * scale
+
+    net = Several(nn.LayerNorm(32), nn.Linear(32, 32))
+    quantize_(net, AWQConfig(Int4WeightConfig(32), "prepare"))
+    net(torch.randn(4, 32), torch.randn(4, 32))
+    with pytest.raises(ValueError, match="Several: call it with keyword arguments alone while it is observed"):
+        net(torch.randn(4, 32), torch.randn(4, 32), scale=2.0)
