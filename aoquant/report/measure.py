@@ -5,6 +5,7 @@ SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are e
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,10 +114,14 @@ def check_batch(batch: Any, name: str = "a batch") -> None:
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """Call `model` on a tensor, positional arguments (tuple, list) or keyword arguments (dict, BatchEncoding)."""
+    """Call `model` on a tensor, positional arguments (tuple, list) or keyword arguments (dict, BatchEncoding).
+
+    The batch stays as it was: a model writes into a copy of a KV cache.
+    """
     check_batch(batch)
     if isinstance(batch, Mapping):
-        return model(**batch)
+        caches = {name: copy.deepcopy(v) for name, v in batch.items() if hasattr(v, "get_seq_length")}
+        return model(**{**batch, **caches})
     if not isinstance(batch, tuple | list):
         return model(batch)
     try:

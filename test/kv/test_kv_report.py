@@ -256,3 +256,16 @@ def test_explain() -> None:
         assert [r.backend for r in said.routes] == ["torch", *["the model's attention function, on decoded values"] * 2]
     with pytest.raises(ValueError, match="attention module with a quantised KV cache"):
         aoquant.explain(model().get_submodule(LAYER))
+
+
+def test_a_batch_that_holds_a_cache_stays_as_it_was() -> None:
+    made = model()
+    quantize_(made, QATConfig("int4-g32"))
+    served = copy.deepcopy(made)
+    quantize_(served, QATConfig(step="convert"))
+    cache = DynamicCache(config=made.config)
+    with torch.no_grad():
+        made(IDS[:, :3], past_key_values=cache, use_cache=True)
+    batch = {"input_ids": IDS[:, 3:], "past_key_values": cache, "use_cache": True}
+    found = [aoquant.verify(made, served, batch).to_markdown() for _ in range(2)]
+    assert found[0] == found[1] and cache.get_seq_length() == 3
