@@ -37,8 +37,7 @@ GOALS = (  # rows, shapes (none: those with K or N of 2048), goal
     *((128, shape, 1.05) for shape in ((4096, 4096), (4096, 14336), (14336, 4096), None)),
 )  # fmt: skip
 TAKE = {  # rows: what a reader should take
-    1: "4-bit weights", 8: "4-bit weights, activations in bf16", 16: "4-bit weights, activations in bf16",
-    32: "4-bit weights, activations in bf16", 64: "4-bit weights, activations in bf16",
+    1: "4-bit weights", **dict.fromkeys((8, 16, 32, 64), "4-bit weights, activations in bf16"),
     128: "4-bit weights; `fp8-scaled-mm` for wide layers", 256: "`fp8-scaled-mm`; packed weights for their memory",
 }  # fmt: skip
 
@@ -83,8 +82,8 @@ def training_step() -> str:
 
 def gemma_step() -> str:
     """Return speed and memory of a training step of Gemma 3 270M's shape, over bf16's."""
-    wanted = {"hidden": "640", "how": "eager", "steps": "2"}
-    newest = [{r["variant"]: r for r in rows("model_train", batch=batch, **wanted)} for batch in ("8", "32")]
+    found = rows("model_train", hidden="640", how="eager", steps="2")
+    newest = [{r["variant"]: r for r in found if r["batch"] == batch} for batch in ("8", "32")]
     names = ("int4-g128", "nvfp4", "mxfp4", "fp8")
     lines = [(named(n), *(ratio(of[n][k]) for k in ("speed", "of_bf16_peak") for of in newest)) for n in names]
     return table(("recipe", "tokens/s, 8 x 2048", "32 x 2048", "peak memory, 8 x 2048", "32 x 2048"), lines)

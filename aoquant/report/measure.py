@@ -120,8 +120,7 @@ def run(model: nn.Module, batch: Any) -> Any:
     """
     check_batch(batch)
     if isinstance(batch, Mapping):
-        caches = {name: copy.deepcopy(v) for name, v in batch.items() if hasattr(v, "get_seq_length")}
-        return model(**{**batch, **caches})
+        return model(**{name: _own(v) for name, v in batch.items()})
     if not isinstance(batch, tuple | list):
         return model(batch)
     try:
@@ -131,7 +130,12 @@ def run(model: nn.Module, batch: Any) -> Any:
             f"a batch of {len(batch)} parts gives {type(model).__name__} its positional arguments, and it does not take them ({error}): leave out "
             "what is no input, such as labels ((x for x, y in loader)), or give a dict of keyword arguments"
         ) from None
-    return model(*batch)
+    return model(*map(_own, batch))
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a KV cache, and anything else as it is."""
+    return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 
 
 def logits_of(output: Any) -> Tensor:

@@ -60,7 +60,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_a_student_moves_into_its_shards_and_back(mesh: DeviceMesh) -> None:
-    """What trains has no memory in the model meanwhile; what is frozen stays there, and is the same afterwards."""
+    """Leave no memory of what trains in the model meanwhile, and what is frozen as it was."""
     model = llama(dtype=torch.float32)
     model.model.embed_tokens.requires_grad_(False)
     before, y = copy.deepcopy(model.state_dict()), logits(model)
@@ -355,7 +355,7 @@ def test_sync_vllm_refuses_a_sharded_model_by_name(family: str, mesh: DeviceMesh
     fully_shard(model.get_submodule(layer.rpartition(".")[0]), mesh=mesh)
     worker = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=object()))
     llm = SimpleNamespace(llm_engine=worker, apply_model=lambda _: pytest.fail("the engine is not touched"))
-    with pytest.raises(ValueError, match=f"sync_vllm: {layer} is sharded over ranks: gather it first"):
+    with pytest.raises(ValueError, match=re.escape(layer)):
         sync_vllm(llm, model)
 
 

@@ -266,6 +266,6 @@ def test_a_batch_that_holds_a_cache_stays_as_it_was() -> None:
     cache = DynamicCache(config=made.config)
     with torch.no_grad():
         made(IDS[:, :3], past_key_values=cache, use_cache=True)
-    batch = {"input_ids": IDS[:, 3:], "past_key_values": cache, "use_cache": True}
-    found = [aoquant.verify(made, served, batch).to_markdown() for _ in range(2)]
-    assert found[0] == found[1] and cache.get_seq_length() == 3
+    for batch in ({"input_ids": IDS[:, 3:], "past_key_values": cache}, (IDS[:, 3:], None, None, cache)):
+        found = [aoquant.verify(made, served, batch).to_markdown() for _ in range(2)]
+        assert found[0] == found[1] and cache.get_seq_length() == 3

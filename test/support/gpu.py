@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from aoquant import QATConfig, quantize_
 from aoquant.formats import Encoded, Format
+from aoquant.integrations import losses
 from aoquant.recipes import get_recipe
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,6 +43,15 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def loss_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Return a device on which Triton computes the losses: CUDA, or the CPU by Triton's interpreter. A fixture."""
+    if (device.type == "cpu") != (os.environ.get("TRITON_INTERPRET") == "1"):
+        pytest.skip("TRITON_INTERPRET=1, with Triton installed, runs the kernel on the CPU and there alone")
+    if device.type == "cpu":
+        monkeypatch.setattr(losses, "has_triton", lambda _: True)
+    return device
 
 
 class LateResult:
