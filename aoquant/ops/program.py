@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
         self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
         self._steps: list[Step] = []
         self._held: list[Tensor] = []  # so that an id is one tensor's
-        self._as_operator: dict[int, Callable[[], list[Any] | None]] = {}  # the other words for a view
+        self._as_operator: dict[int, list[Any] | None] = {}  # the other words for a view
         self._device = next((t.device for t in arguments if t is not None), torch.device("cpu"))
         self._made: set[int] = set()
         self._own: set[int] = set()  # storages of what was made
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
             needed.update(step.places)
             if step.result in found and step.result in self._as_operator:
                 # a view that is handed out shares the version of what it views, which only its operator sees to
-                step = step._replace(words=self._as_operator[step.result]())
+                step = step._replace(words=self._as_operator[step.result])
             steps.append(step)
         slots = [None if slot in self._made else t for slot, t in enumerate(self._tensors)]
         return Program(steps[::-1], slots, found, self._count)
@@ -308,7 +308,7 @@ class Recorder(TorchDispatchMode):
             return
         slot = len(self._tensors)
         if owned and made.dtype is first.dtype:
-            self._as_operator[slot] = partial(words, [slot])
+            self._as_operator[slot] = words([slot])
             self._result(function, places, made, native.view(made, first, self._slots[id(first)], slot))
         else:
             self._result(function, places, made, words([slot]))
