@@ -1,14 +1,11 @@
 """Repeat a call of a layer, and its backward, without their Python.
 
 Nothing that the page (function.py) decides changes between two calls that are alike: recipe, shapes, strides, dtypes,
-device, which gradients are asked for, and what is shared with other layers. So the second such call is recorded
-(`ops.program`), and later ones run the kernels alone, forward and backward apart. Layers with equal calls share their
-programs. The kernels and their order are those of the page, and so are the bits.
+device, which gradients are asked for, and what is shared with other layers. So a call is recorded and repeated
+(`ops.repeat`), forward and backward apart. Layers with equal calls share their programs.
 
-Only on `DEVICES`, where steps wait for the host. A call that is not ordinary takes the page: scales, transforms or
-codes that the layer holds beside its weight, sharded weights, dispatch modes, autocast, forced backends, a CUDA graph's
-capture. Recording waits for the device. So the first `MOST` kinds of calls are recorded and no others: in batches of
-ever new lengths most calls take the page.
+A call that is not ordinary takes the page: as there, and where the layer holds scales, transforms or codes beside its
+weight, or where its weight is sharded.
 """
 
 from __future__ import annotations
@@ -19,23 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_torch_function_mode_enabled,
-    _len_torch_dispatch_stack,
-)
 
 from aoquant.formats import Encoded
 from aoquant.linear.saved import Layout, flat
-from aoquant.ops import router
+from aoquant.ops import repeat, router
 from aoquant.ops.program import Program, record
 
-DEVICES = ("cuda",)
-MOST = 1024  # kinds of calls that are recorded; and kinds of backwards of each
-NEW, ONCE, NEVER = "new", "once", "never"
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 Left = tuple[tuple[int, bool] | None, ...]
 
 
@@ -70,22 +56,19 @@ class Forward(NamedTuple):
 
 
 class Step:
-    """Hold what is known of calls that are alike: of a forward, and of a backward for each layout of its arguments.
-
-    NEW: there was no such call. ONCE: one. NEVER: it cannot be recorded.
-    """
+    """Hold what is known of calls that are alike: of a forward (as `Repeats` says it), and of its backwards."""
 
     def __init__(self) -> None:
-        self.forward: Any = NEW
-        self.backward: dict[Any, Any] = {}
+        self.forward: Any = repeat.NEW
+        self.backward = repeat.Repeats()
 
     def first(
         self, run: Callable[[], Any], arguments: Sequence[Tensor | None]
     ) -> tuple[Sequence[Any], Layout, int, Left]:
         """Run a forward that has no program yet. Return (the results of its program to be, the fields of `Forward`)."""
-        if self.forward is not ONCE:
-            if self.forward is NEW:  # another thread may have recorded it meanwhile
-                self.forward = ONCE
+        if self.forward is not repeat.ONCE:
+            if self.forward is repeat.NEW:  # another thread may have recorded it meanwhile
+                self.forward = repeat.ONCE
             made, fields = run()
             return made, *fields
         found = list[Any]()
@@ -96,41 +79,8 @@ class Step:
             return made
 
         made, program = record(results, arguments)
-        self.forward = NEVER if program is None else Forward(program, *found)
+        self.forward = repeat.NEVER if program is None else Forward(program, *found)
         return made, *found
-
-    def gradients(
-        self, function: Callable[[], tuple[Tensor | None, ...]], arguments: list[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """Return `function()`, the gradients, which it makes of `arguments` alone; the first is the output's."""
-        grad: Any = arguments[0]
-        if type(grad) not in _PLAIN or _unusual(grad):
-            return function()
-        device, low, layouts, one = grad.get_device(), 0, list[Any](), set[int]()
-        for t in arguments:
-            if t is None:
-                layouts.append(None)
-            elif type(t) not in _PLAIN or t.get_device() != device:  # hooks of saved tensors may change anything
-                return function()
-            else:
-                layouts.append((t.shape, t.stride(), t.dtype))
-                low |= t.data_ptr()
-                one.add(id(t))
-        twice = len(one) + layouts.count(None) < len(arguments)  # a program would take them for one
-        if twice or low % 16:
-            return function()
-        key = tuple(layouts)
-        program = self.backward.get(key, NEVER if len(self.backward) >= MOST else NEW)
-        if isinstance(program, Program):
-            return program(arguments)
-        if program is NEVER:
-            return function()
-        if program is NEW:
-            self.backward[key] = ONCE
-            return function()
-        made, recorded = record(function, arguments)
-        self.backward[key] = recorded or NEVER
-        return made
 
 
 _steps: dict[Any, Step] = {}
@@ -148,7 +98,7 @@ def forward(
     k = None if packed is None else packed.k
     key = given.recipe, needs, of_tensors, k, of_codes, given.rank, x.get_device(), router.generation()
     step = _steps.get(key)
-    if step is None and len(_steps) < MOST:
+    if step is None and len(_steps) < repeat.MOST:
         step = _steps.setdefault(key, Step())
     arguments = [*tensors, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]]
     made: Any
@@ -196,7 +146,7 @@ def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
     low, device = 0, x.get_device()
     for t in (x, w, bias) if given.packed is None else (x, bias, *given.packed[:4]):
         if t is not None:
-            if type(t) not in _PLAIN or t.get_device() != device:
+            if type(t) not in repeat.PLAIN or t.get_device() != device:
                 return False
             low |= t.data_ptr()
     return (
@@ -208,17 +158,5 @@ def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
         and given.parts is None
         and x.numel() > 0
         and x is not w
-        and not _unusual(x)
-    )
-
-
-def _unusual(t: Tensor) -> bool:
-    """Return whether something watches the operators (as tracers do), chooses the kernels, or captures them."""
-    return bool(
-        _len_torch_dispatch_stack()
-        or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
-        or _is_torch_function_mode_enabled()
-        or router.forcing()
-        or _are_functorch_transforms_active()
-        or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
+        and not repeat.unusual(x)
     )

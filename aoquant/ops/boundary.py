@@ -284,12 +284,14 @@ class Result:
 
     def __init__(self, hint: Any) -> None:
         self._whole = _Field.of(hint)
-        tensors = len(self._whole.flat(None))
-        self.schema = "Tensor" if tensors == 1 else f"({', '.join(['Tensor'] * tensors)})"
+        self.tensors = self._whole.flat
+        self.single = self._whole.type is Tensor
+        count = len(self.tensors(None))
+        self.schema = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
     def flat(self, value: Any) -> Any:
         """A tensor, or several."""
-        return value if self._whole.type is Tensor else tuple(self._whole.flat(value))
+        return value if self.single else tuple(self.tensors(value))
 
     def made(self, tensors: Any, widths: Sequence[int]) -> Any:
         """The inverse. widths: K of each Encoded, the last one of those that follow too."""

@@ -17,6 +17,7 @@ the tests, sees that outputs alias nothing.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from aoquant.formats import Encoded, Scales
 
-from . import program
+from . import program, repeat, router
 from .boundary import SCHEMA, Arguments, Flat, Result
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
@@ -53,6 +54,7 @@ class Op(Generic[P, R]):
         self._optional = sum(default is not inspect.Parameter.empty for default in self._defaults)
         self._result = Result(result)
         self._fake, self._widths = fake, widths
+        self._repeats = repeat.Repeats()
         _SIGNATURES.append(f"{self.__name__}({', '.join(self.arguments.parts)}) -> {self._result.schema}")
         schema = f"{self.__name__}({SCHEMA}) -> {self._result.schema}"
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -92,10 +94,20 @@ class Op(Generic[P, R]):
         return self._result.made(self.overload(*self.arguments.flat(args)), self._widths(*args))
 
     def _registered(self, *flat: Any) -> Any:
-        """The kernel of the registered op. Its results alias nothing; those of the function may."""
+        """The kernel of the registered op, repeated where it can be. Its results alias nothing; those of the function
+        may.
+        """
+        (tensors, numbers, words), body = flat, functools.partial(self._flat_body, *flat)
+        if tensors[0].device.type not in repeat.DEVICES:
+            made = body()
+        else:
+            made = self._repeats(body, tensors, words, *numbers, router.generation())
+        return made[0] if self._result.single else tuple(made)
+
+    def _flat_body(self, *flat: Any) -> Sequence[Tensor | None]:
         args, device = self.arguments.read(*flat), flat[0][0].device.type
         made = self._without_autocast(args, device) if torch.is_autocast_enabled(device) else self.body(*args)
-        return _apart(self._result.flat(made), flat[0])
+        return _apart(self._result.tensors(made), flat[0])
 
     def _shapes(self, *flat: Any) -> Any:
         """Its shapes and dtypes, without data."""
@@ -139,13 +151,11 @@ def op(
     return lambda body: Op(body, fake, widths)
 
 
-def _apart(results: Any, given: Sequence[Tensor]) -> Any:
+def _apart(results: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Tensor | None]:
     """`results`, with a copy of each tensor that is a given one, or an earlier result."""
     taken = set(map(id, given))
-    if isinstance(results, Tensor):
-        return results.clone() if id(results) in taken else results
     apart: list[Tensor | None] = []
     for t in results:
         apart.append(t.clone() if t is not None and id(t) in taken else t)
         taken.add(id(t))
-    return tuple(apart)
+    return apart

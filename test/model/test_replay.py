@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from aoquant import QATConfig, calibrate, ops, quantize_
 from aoquant.calibrate import uncalibrated
 from aoquant.linear import function, replay
-from aoquant.ops import program
+from aoquant.ops import program, repeat
 from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ Run = Callable[[Layers, int], list[Tensor | None]]
 
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replay, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(repeat, "DEVICES", ("cpu", "cuda"))
     replay._steps.clear()
     yield
     replay._steps.clear()
@@ -52,14 +52,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the forwards and backwards that run their Python."""
     count: Counter[str] = Counter()
-
-    def counted(name: str, real: Any, *args: Any) -> Any:
-        count[name] += 1
-        return real(*args)
-
     for name in ("multiply", "_gradients"):
-        monkeypatch.setattr(function, name, partial(counted, name, getattr(function, name)))
+        monkeypatch.setattr(function, name, partial(_counted, count, name, getattr(function, name)))
     return count
+
+
+def _counted(count: Counter[str], name: str, real: Any, *args: Any) -> Any:
+    count[name] += 1
+    return real(*args)
 
 
 def prepared(recipe: str, device: Any = "cpu", *, n: int = 2, k: int = 128, bias: bool = True) -> Layers:
@@ -100,7 +100,7 @@ def called(call: Call, *shape: int) -> Run:
 def on_the_page(run: Run, layers: Layers, steps: int) -> list[Any]:
     """Return what the steps of `run` give without this file's subject."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "DEVICES", ())
+        patch.setattr(repeat, "DEVICES", ())
         return [run(layers, i) for i in range(steps)]
 
 
@@ -150,6 +150,27 @@ def test_packed_layers(recipe: str, device: torch.device, pages: Counter[str]) -
     check(_through_packed, layers, pages, kinds=1, repeated=not recipe.startswith(UNRECORDED[device.type]))
 
 
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the ops that run their Python."""
+    count: Counter[str] = Counter()
+    for name in ("encode", "matmul", "gradients"):
+        op = getattr(ops, name)
+        monkeypatch.setattr(op, "body", partial(_counted, count, name, op.body))
+        monkeypatch.setattr(op, "_repeats", repeat.Repeats())
+    return count
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_the_ops_of_a_compiled_step(recipe: str, device: torch.device, bodies: Counter[str]) -> None:
+    torch._dynamo.reset()
+    layers = prepared(recipe, device)
+    compiled = torch.compile(plain, backend="aot_eager" if device.type == "cpu" else "inductor")
+    repeated = is_recorded(recipe, layers)
+    check(called(compiled), layers, bodies, repeated=repeated)
+    assert not repeated or any(op._repeats.kinds for op in (ops.encode, ops.matmul, ops.gradients))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["int4-g128", "nvfp4", "fp8", "mxfp4", "fp8-hybrid", "nvfp4-4over6", "int8"])
 def test_on_a_gpu_csrc_runs_the_programs(recipe: str) -> None:
@@ -159,7 +180,7 @@ def test_on_a_gpu_csrc_runs_the_programs(recipe: str) -> None:
         with torch.no_grad():
             layers[0](tokens(layers, i, 1))
     kinds = replay._steps.values()
-    programs = [kind.forward.program for kind in kinds] + [p for kind in kinds for p in kind.backward.values()]
+    programs = [kind.forward.program for kind in kinds] + [p for kind in kinds for p in kind.backward.kinds.values()]
     assert len(programs) == 3 and all(p._native is not None for p in programs)
 
 
@@ -339,7 +360,7 @@ def test_a_second_derivative_is_refused(recipe: str) -> None:
 
 def test_more_kinds_of_calls_than_are_recorded(pages: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones are repeated for good, so that ever new shapes do not record for ever."""
-    monkeypatch.setattr(replay, "MOST", 3)
+    monkeypatch.setattr(repeat, "MOST", 3)
     layers = prepared("int8", n=1)
     for rows in (9, 2, 3, 4, 5, 9, 3):
         pages.clear()
@@ -350,7 +371,7 @@ def test_more_kinds_of_calls_than_are_recorded(pages: Counter[str], monkeypatch:
         return step(layers, tokens(layers, 0, 9), grad=lambda y: wave(y.new_ones(9, 200 + 8 * i))[:, :128])
 
     check(wide, layers, pages, kinds=2, repeated=False)
-    assert max(len(kind.backward) for kind in replay._steps.values()) == 3
+    assert max(len(kind.backward.kinds) for kind in replay._steps.values()) == 3
 
 
 @pytest.mark.parametrize("recipe", SOME)
