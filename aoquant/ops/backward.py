@@ -186,7 +186,7 @@ def _shapes(a: Any) -> Gradients:
     )
 
 
-@op(_shapes)
+@op(_shapes, repeated=True)
 def gradients(
     grad_MN: Tensor,
     w: Kept | None,

@@ -44,7 +44,9 @@ class Op(Generic[P, R]):
     tests.
     """
 
-    def __init__(self, body: Callable[P, R], fake: Callable[[Any], Any], widths: Callable[..., Sequence[int]]) -> None:
+    def __init__(
+        self, body: Callable[P, R], fake: Callable[[Any], Any], widths: Callable[..., Sequence[int]], repeated: bool
+    ) -> None:
         hints = get_type_hints(body)
         result = hints.pop("return")
         self.__doc__, self.__name__ = body.__doc__, body.__name__
@@ -54,7 +56,7 @@ class Op(Generic[P, R]):
         self._optional = sum(default is not inspect.Parameter.empty for default in self._defaults)
         self._result = Result(result)
         self._fake, self._widths = fake, widths
-        self._repeats = repeat.Repeats()
+        self._repeats = repeat.Repeats() if repeated else None
         _SIGNATURES.append(f"{self.__name__}({', '.join(self.arguments.parts)}) -> {self._result.schema}")
         schema = f"{self.__name__}({SCHEMA}) -> {self._result.schema}"
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -98,7 +100,7 @@ class Op(Generic[P, R]):
         may.
         """
         (tensors, numbers, words), body = flat, functools.partial(self._flat_body, *flat)
-        if tensors[0].device.type not in repeat.DEVICES:
+        if self._repeats is None or tensors[0].device.type not in repeat.DEVICES:
             made = body()
         else:
             made = self._repeats(body, tensors, words, *numbers, router.generation())
@@ -140,15 +142,17 @@ def _first_width(first: Any, *rest: Any) -> tuple[int]:
 
 
 def op(
-    fake: Callable[[Any], Any], widths: Callable[..., Sequence[int]] = _first_width
+    fake: Callable[[Any], Any], widths: Callable[..., Sequence[int]] = _first_width, *, repeated: bool = False
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorator: the op "aoquant::NAME" of a typed function called NAME, which mutates nothing and has a tensor as its
     first argument.
 
     fake: what the op returns in shapes and dtypes, a function of one namespace that holds the arguments by their names.
     widths: K of each matrix that it encodes, from all arguments in their order; by default the first argument's.
+    repeated: whether a call through the dispatcher is repeated without its Python (repeat.py): of an op that each layer
+        of a compiled step calls, and whose Python decides by no tensor's values.
     """
-    return lambda body: Op(body, fake, widths)
+    return lambda body: Op(body, fake, widths, repeated)
 
 
 def _apart(results: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Tensor | None]:

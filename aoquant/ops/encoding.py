@@ -43,7 +43,7 @@ def _widths(x_RK: Tensor, *rest: Any) -> tuple[int, int]:
     return x_RK.shape[1], padded(x_RK.shape[0], rest[-1])
 
 
-@op(_shapes, _widths)
+@op(_shapes, _widths, repeated=True)
 def encode(
     x_RK: Tensor,
     row: Operand | None,

@@ -37,7 +37,7 @@ def _product(a: Any) -> Product:
     return Product(y, None, rows.new_empty(1, 1, dtype=torch.float32) if measures else None)
 
 
-@op(_product)
+@op(_product, repeated=True)
 def matmul(
     x: Tensor | Encoded,
     w: Tensor | Encoded,

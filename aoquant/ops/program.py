@@ -39,6 +39,7 @@ _EMPTY = (
 
 _HERE = object()
 LARGE = 1 << 20  # bytes of a result that is let go behind its last reader, and not at the end
+ROOM = 1 << 29  # bytes that a recording may hold: a function that makes more keeps the device busy for long
 
 # The recorder of each thread that records. Other threads run as usual meanwhile.
 recorders: dict[int, Recorder] = {}
@@ -193,10 +194,12 @@ class Recorder(TorchDispatchMode):
         self._made: set[int] = set()
         self._own: set[int] = set()  # storages of what was made
         self._large: set[int] = set()
+        self._bytes = 0  # of what was made
 
     def refuse(self, reason: str) -> None:
-        """Make no program, because of `reason`."""
+        """Make no program, because of `reason`, and let go of all that was made."""
         self.refused = self.refused or reason
+        self._tensors, self._steps, self._held = [], [], []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -213,6 +216,8 @@ class Recorder(TorchDispatchMode):
         addresses: it reads nothing else of the tensors.
         """
         self.launches += 1
+        if self.refused:
+            return
         slots = [self._slot(t) for t in tensors]
         if addresses:
             slots = [self._same.get(slot, slot) for slot in slots]
@@ -317,14 +322,19 @@ class Recorder(TorchDispatchMode):
             self._same[slot] = self._same.get(before, before)
 
     def _result(self, function: Any, places: list[int], made: Tensor, words: list[Any] | None) -> None:
+        if self.refused:
+            return
         slot = self._new(made)
         self._made.add(slot)
         storage = made.untyped_storage()
-        if storage._cdata not in self._storages | self._foreign:
+        if storage._cdata not in self._storages | self._foreign | self._own:
             self._own.add(storage._cdata)
+            self._bytes += storage.nbytes()
         if storage.nbytes() >= LARGE:
             self._large.add(slot)
         self._steps.append(Step(function, places, slot, words))
+        if self._bytes > ROOM:
+            self.refuse(f"it makes more than {ROOM} bytes")
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
         """Return (a function of the tensors among an operator's arguments, their slots)."""

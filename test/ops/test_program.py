@@ -382,6 +382,32 @@ def test_recording_holds_no_tensor_behind_its_end(function: Function) -> None:
     assert not any(ref() is not None for ref in seen), repeat
 
 
+@pytest.mark.usefixtures("uncollected")
+def test_what_takes_more_room_than_a_recording_has_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "ROOM", 4 * 4 * 24)
+
+    def held(count: int) -> tuple[int, Program | None]:
+        """Record `count` sums of 24 float32 values each; return how many of them are there at the end."""
+        seen = []
+
+        def function() -> list[Tensor]:
+            made = x
+            for _ in range(count):
+                made = made + 1
+                seen.append(weakref.ref(made))
+            alive.append(sum(ref() is not None for ref in seen))
+            return [made]
+
+        alive: list[int] = []
+        _, repeat = record(function, [x])
+        return alive[0], repeat
+
+    x = torch.zeros(4, 6)
+    there, repeat = held(4)
+    assert there == 4 and repeat is not None
+    assert held(9) == (1, None)
+
+
 def test_where_memory_ends_the_function_runs_without_a_recorder() -> None:
     x, y = pair()
 
