@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded
