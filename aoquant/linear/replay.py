@@ -143,6 +143,8 @@ _NOTHING = (None,) * 4
 def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
     """Return whether a call is an ordinary one, which `forward` takes."""
     low, device = 0, x.get_device()
+    if device < repeat.FIRST_DEVICE:
+        return False
     for t in (x, w, bias) if given.packed is None else (x, bias, *given.packed[:4]):
         if t is not None:
             if type(t) not in repeat.PLAIN or t.get_device() != device:

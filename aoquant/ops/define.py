@@ -26,6 +26,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 
 from aoquant.formats import Encoded, Scales
 
@@ -60,7 +62,7 @@ class Op(Generic[P, R]):
         _SIGNATURES.append(f"{self.__name__}({', '.join(self.arguments.parts)}) -> {self._result.schema}")
         schema = f"{self.__name__}({SCHEMA}) -> {self._result.schema}"
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(self.__name__, torch.compiler.disable(self._registered), "CompositeExplicitAutograd")
+        _LIBRARY.impl(self.__name__, _unseen(self._registered), "CompositeExplicitAutograd")
         self.overload: Any = getattr(torch.ops.aoquant, self.__name__).default
         torch.library.register_fake(self.overload.name(), self._shapes, lib=_LIBRARY)
 
@@ -100,10 +102,7 @@ class Op(Generic[P, R]):
         may.
         """
         (tensors, numbers, words), body = flat, functools.partial(self._flat_body, *flat)
-        if self._repeats is None or tensors[0].device.type not in repeat.DEVICES:
-            made = body()
-        else:
-            made = self._repeats(body, tensors, words, *numbers, router.generation())
+        made = body() if self._repeats is None else self._repeats(body, tensors, words, *numbers, router.generation())
         return made[0] if self._result.single else tuple(made)
 
     def _flat_body(self, *flat: Any) -> Sequence[Tensor | None]:
@@ -130,6 +129,19 @@ class Op(Generic[P, R]):
             f"arguments of {self.__name__}"
         )
         return whole
+
+
+def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `kernel` such that Dynamo does not compile it. Its `disable` costs as much as a call's own Python, and is
+    needed where Dynamo watches alone: not inside a compiled graph.
+    """
+    disabled = torch.compiler.disable(kernel)
+
+    def unseen(*flat: Any) -> Any:
+        return kernel(*flat) if get_eval_frame_callback() is None else disabled(*flat)
+
+    skip(unseen)
+    return unseen
 
 
 def schemas() -> str:

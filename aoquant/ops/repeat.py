@@ -4,7 +4,7 @@ The second call of a kind is recorded (program.py), and later ones run the kerne
 function (linear/replay.py); so is an op that a compiled step calls through the dispatcher (define.py). The kernels and
 their order are those of the function, and so are the bits.
 
-Only on `DEVICES`, where steps wait for the host. A call that is not ordinary runs the function: dispatch modes,
+Only on GPUs, where steps wait for the host. A call that is not ordinary runs the function: dispatch modes,
 autocast, forced backends, a CUDA graph's capture. Recording waits for the device. So the first `MOST` kinds of calls
 are recorded and no others: in batches of ever new lengths most calls run the function.
 """
@@ -26,7 +26,7 @@ from torch._C import (
 from . import router
 from .program import Program, record
 
-DEVICES = ("cuda",)
+FIRST_DEVICE = 0  # the least `get_device()` of a tensor whose calls are repeated; a CPU's is -1
 MOST = 1024
 NEW, ONCE, NEVER = "new", "once", "never"
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -47,9 +47,10 @@ class Repeats:
         argument is a tensor.
         """
         first: Any = arguments[0]
-        if type(first) not in PLAIN or unusual(first):
+        device = first.get_device()
+        if device < FIRST_DEVICE or type(first) not in PLAIN or unusual(first):
             return function()
-        device, low, layouts, one = first.get_device(), 0, list[Any](), set[int]()
+        low, layouts, one = 0, list[Any](), set[int]()
         for t in arguments:
             if t is None:
                 layouts.append(None)

@@ -89,6 +89,12 @@ USES = [
     ),
     ("torch", "_dynamo", "holds the names below"),
     ("torch._dynamo", "mark_static mark_static_address", "torch.compiler has no names for them"),
+    (
+        "torch._dynamo.decorators",
+        "skip",
+        "torch.compiler.disable wraps what it hides, which takes as long as the call's own Python",
+    ),
+    ("torch._C._dynamo.eval_frame", "get_eval_frame_callback", "whether Dynamo watches, asked in every call of an op"),
     ("torch", "_ops", "holds the name below"),
     ("torch._ops", "OpOverload", "the class of operators"),
     ("torch.ops.aten.mul_.Tensor", "_schema", "whether an operator writes"),
