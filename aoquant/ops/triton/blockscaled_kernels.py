@@ -41,6 +41,7 @@ from .element_codes import (
     least,
     most,
     pack_e2m1,
+    row_and_column,
     unpack4,
 )
 from .hadamard_kernels import ENCODE_WARPS, WARP, beside
@@ -211,18 +212,23 @@ def _encode(
 
 @triton.jit
 def _decode(
-    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
-    ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, OUTER: tl.constexpr, BLOCKS_PER_ROW: tl.constexpr,
+    ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether there is an outer scale, one a row (OUTER_STRIDE 1) or one in all (0). POST comes last."""
+    """Decode NB blocks. OUTER: whether there are outer scales, one in all ("one") or one a row ("row"); or "". POST:
+    multiplies last.
+    """
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
     inside = block < n_blocks
     byte = tl.load(scale_ptr + block, mask=inside, other=0)
     scale = e8m0_value(byte.to(tl.int32)) if MX_SCALE else byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if OUTER:
-        scale = tl.load(outer_ptr + (block // blocks_per_row) * OUTER_STRIDE, mask=inside, other=0.0) * scale
+    if OUTER == "one":
+        scale = tl.load(outer_ptr) * scale
+    elif OUTER == "row":
+        row, _ = row_and_column(tile * NB, tl.arange(0, NB), BLOCKS_PER_ROW)
+        scale = tl.load(outer_ptr + row, mask=inside, other=0.0) * scale
     scale = scale * POST
     if ELEMENT == "e2m1":
         half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
@@ -347,8 +353,8 @@ def encode(format: MX | NVFP4, x_RK: Tensor, ask: Ask, mix: Operand | None) -> S
 def _decoder(format: Blockscaled, rows: int, k: int, outer_rows: int, post: float) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),
-        n_blocks=rows * k // format.block, blocks_per_row=k // format.block, OUTER_STRIDE=int(outer_rows > 1),
-        ELEMENT=format.element, MX_SCALE=format.block_scale == torch.float8_e8m0fnu, OUTER=outer_rows > 0,
+        n_blocks=rows * k // format.block, OUTER=("", "one", "row")[min(outer_rows, 2)], BLOCKS_PER_ROW=k // format.block,
+        ELEMENT=format.element, MX_SCALE=format.block_scale == torch.float8_e8m0fnu,
         POST=post, NB=TILE // format.block, B=format.block, **LAUNCH,
     )  # fmt: skip
 

@@ -35,6 +35,14 @@ def bits_float(b):
 
 
 @triton.jit
+def row_and_column(first, i, WIDTH: tl.constexpr):
+    """Return row and column of values `first` (int64) + i (int32), where a row has WIDTH. One long division in all."""
+    row = first // WIDTH
+    column = (first - row * WIDTH).to(tl.int32) + i
+    return row + column // WIDTH, column % WIDTH
+
+
+@triton.jit
 def least(a, b):
     """Minimum that keeps a NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)

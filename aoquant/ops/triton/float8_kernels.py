@@ -24,7 +24,18 @@ from aoquant.formats.scales import reciprocal
 
 from ..quantized import Ask, Quantized, Side
 from .amax_kernels import PARTIALS, absmax_partials
-from .element_codes import INF_BITS, NAN_BITS, bits_float, float8_code, float_bits, least, most, quotient, through
+from .element_codes import (
+    INF_BITS,
+    NAN_BITS,
+    bits_float,
+    float8_code,
+    float_bits,
+    least,
+    most,
+    quotient,
+    row_and_column,
+    through,
+)
 from .launch import LAUNCHES, Launch
 from .row_width import row_width
 
@@ -212,18 +223,23 @@ def _encode_sides(
 
 @triton.jit
 def _decode(
-    codes_ptr, scale_ptr, values_ptr, n, k, SCALE_STRIDE,
-    ELEMENT: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, B: tl.constexpr,
+    codes_ptr, scale_ptr, values_ptr, n, K: tl.constexpr, SCALES: tl.constexpr, ELEMENT: tl.constexpr, TALL: tl.constexpr,
+    B: tl.constexpr,
 ):  # fmt: skip
-    """TALL: rows and columns of a block that has one scale; 0 for a scale for every k values, or one in all."""
-    at = tl.cast(tl.program_id(0), tl.int64) * B + tl.arange(0, B)
+    """Decode B values. SCALES: "" for none, "one" for all, "some" for one for every K values. TALL: rows and columns of
+    a block that has one scale; 0 for none.
+    """
+    first, i = tl.cast(tl.program_id(0), tl.int64) * B, tl.arange(0, B)
+    at = first + i
     code = tl.load(codes_ptr + at, mask=at < n, other=0)
     code = code.to(tl.float8e4nv, bitcast=True) if ELEMENT == "e4m3" else code.to(tl.float8e5, bitcast=True)
     value = code.to(tl.float32)
-    if SCALED:
-        index = (at // k) * SCALE_STRIDE
+    if SCALES == "one":
+        value = value * tl.load(scale_ptr)
+    elif SCALES == "some":
+        index, column = row_and_column(first, i, K)
         if TALL > 0:
-            index = (at // k) // TALL * (k // TALL) + at % k // TALL
+            index = index // TALL * (K // TALL) + column // TALL
         value = value * tl.load(scale_ptr + index, mask=at < n, other=0.0)
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=at < n)
 
@@ -305,8 +321,8 @@ def _decoder(format: Float8, rows: int, k: int, scales: int, scaled: bool) -> La
     tall = format.rows if format.rows > 1 else 0
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),
-        n=rows * k, k=format.cols if format.block and not tall else k, SCALE_STRIDE=int(scales > 1), ELEMENT=format.element,
-        SCALED=scaled, TALL=tall, B=TILE, **NO_FUSION,
+        n=rows * k, K=format.cols if format.block and not tall else k, SCALES="" if not scaled else "some" if scales > 1 else "one",
+        ELEMENT=format.element, TALL=tall, B=TILE, **NO_FUSION,
     )  # fmt: skip
 
 

@@ -28,7 +28,17 @@ from aoquant.formats.scales import float32, reciprocal
 from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials, row_absmax
 from .blockscaled_kernels import Outputs
-from .element_codes import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
+from .element_codes import (
+    INF_BITS,
+    bits_float,
+    e2m1_rounded,
+    e2m1_value,
+    float_bits,
+    pack_e2m1,
+    quotient,
+    row_and_column,
+    unpack4,
+)
 from .launch import LAUNCHES, Launch
 
 TILE = 512
@@ -265,18 +275,20 @@ def _encode(
 
 @triton.jit
 def _decode(
-    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, groups, OUTER_STRIDE, shift,
-    TILE_ROWS: tl.constexpr, FLIPS: tl.constexpr, ALTERNATING: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, shift, GROUPS: tl.constexpr, OUTER: tl.constexpr,
+    TILE_ROWS: tl.constexpr, FLIPS: tl.constexpr, ALTERNATING: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the values; one a row (OUTER_STRIDE 1), or one in all (0)."""
+    """Decode NB blocks. OUTER: whether outer scales multiply the values: one in all ("one") or one a row ("row"); or
+    "".
+    """
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     inside = block < n_blocks
-    row, group = block // groups, block % groups
+    row, group = row_and_column(tile * NB, tl.arange(0, NB), GROUPS)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
     half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
     code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
-    which = block if TILE_ROWS == 1 else row // TILE_ROWS * groups + group
+    which = block if TILE_ROWS == 1 else row // TILE_ROWS * GROUPS + group
     signed = tl.load(scale_ptr + which, mask=inside, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     value = e2m1_value(code, (code & 8) << 28) * signed[:, None]
     if FLIPS:
@@ -284,8 +296,10 @@ def _decode(
         if ALTERNATING:
             c = tl.where(group % 2 == 0, c, -c)
         value = value + (c * tl.where(signed < 0, signed, 0.0))[:, None]
-    if OUTER:
-        value = value * tl.load(outer_ptr + row * OUTER_STRIDE, mask=inside, other=0.0)[:, None]
+    if OUTER == "one":
+        value = value * tl.load(outer_ptr)
+    elif OUTER == "row":
+        value = value * tl.load(outer_ptr + row, mask=inside, other=0.0)[:, None]
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
@@ -305,11 +319,11 @@ def _encoder(format: FourOverSix, rows: int, k: int, codes: bool, values: str) -
 
 
 @lru_cache(LAUNCHES)
-def _decoder(format: FourOverSix, rows: int, k: int, by_row: bool, outer: bool) -> Launch:
+def _decoder(format: FourOverSix, rows: int, k: int, outer: str) -> Launch:
     even, odd = format.shifts
     return Launch(
-        _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // 16, groups=k // 16, OUTER_STRIDE=int(by_row),
-        shift=float32(even), TILE_ROWS=format.tile, FLIPS=even != 0, ALTERNATING=odd != even, OUTER=outer,
+        _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // 16, GROUPS=k // 16, OUTER=outer,
+        shift=float32(even), TILE_ROWS=format.tile, FLIPS=even != 0, ALTERNATING=odd != even,
         NB=TILE // format.block, B=format.block, **LAUNCH,
     )  # fmt: skip
 
@@ -331,5 +345,6 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     codes, scale = e.codes.contiguous(), e.scales.contiguous().view(torch.uint8)
-    _decoder(format, rows, e.k, e.outer.shape[0] > 1, not operand)(codes, scale, e.outer, values)
+    outer = "" if operand else "row" if e.outer.shape[0] > 1 else "one"
+    _decoder(format, rows, e.k, outer)(codes, scale, e.outer, values)
     return values
