@@ -31,6 +31,7 @@ TIMED = (
     "ms",
     "ms_p80",
     "bf16_ms",
+    "kernels_ms",
     "of_bf16_time",
     "speed",
     "tokens_per_s",
@@ -46,7 +47,7 @@ class Cell:
 
     named: the columns that tell its rows from other cells' rows. ready: variant -> what is timed, which keeps its model
     alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock. alone: whether the
-    twin is freed before a variant is made.
+    twin is freed before a variant is made. kernels: whether a GPU's kernels are timed, too, in one more run.
     """
 
     named: Row
@@ -57,6 +58,7 @@ class Cell:
     warm_up: int = 2
     repeats: int = 1
     alone: bool = False
+    kernels: bool = False
 
 
 @dataclass
@@ -136,6 +138,15 @@ def by_itself(run: Run, cell: Cell) -> list[float]:
     return [seconds(run, cell.repeats, cell.device) for _ in range(cell.rounds)]
 
 
+def kernel_time(run: Run) -> float:
+    """Milliseconds of a run's kernels and copies on a GPU, without the gaps between them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    on_gpu = (e.device_time_total for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(on_gpu) / 1e3
+
+
 def reason(error: BaseException) -> str:
     """One line of an exception."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160] or 'no message'}"
@@ -169,6 +180,8 @@ def measured(cell: Cell, variants: Sequence[str], deadline: Deadline) -> Iterato
                     "of_bf16_time": of_time, "speed": 1 / of_time, "tokens_per_s": cell.tokens / p50}  # fmt: skip
             if peak is not None and base_peak is not None:
                 row |= {"peak_MiB": peak, "of_bf16_peak": peak / base_peak}
+            if cell.kernels and cell.device.type == "cuda":
+                row["kernels_ms"] = kernel_time(run)
         except Exception as error:  # whatever a library or a GPU raises: the other variants go on
             row["note"] = reason(error)
         del run

@@ -11,6 +11,7 @@ Models are Llamas, or a Gemma, with random weights; tokens are random, or those 
 to the same model in bf16, timed in turns with it (beside.py); a variant that a library or a GPU refuses has the reason
 in its row. Rows are appended to benchmarks/results/model_PART.csv.
 
+    kernels_ms     of `train` on one GPU: the time of a step's kernels and copies, without the gaps between them
     of_bf16_time   its time over bf16's; speed: bf16's time over its own (of `generate`: the ratio of tokens per second)
     of_bf16_peak   the most memory that a run holds, weights, gradients and optimiser included, over bf16's
 
@@ -189,11 +190,18 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
                 gpus=args.world or 1,
                 steps=args.steps,
             )
-            yield from measured(
-                Cell(columns, partial(step_of, of), batch * tokens, args.rounds, device, 2, args.steps, args.alone),
-                variants(args, "train"),
-                deadline,
+            cell = Cell(
+                columns,
+                partial(step_of, of),
+                batch * tokens,
+                args.rounds,
+                device,
+                2,
+                args.steps,
+                args.alone,
+                not args.world,
             )
+            yield from measured(cell, variants(args, "train"), deadline)
 
 
 def serve(part: str, args: argparse.Namespace, device: torch.device, deadline: Deadline) -> Iterator[Row]:

@@ -50,11 +50,7 @@ def rows(name: str, **wanted: str) -> list[Mapping[str, str]]:
 
 
 def only(found: Rows, **wanted: str) -> Mapping[str, str]:
-    """Return the one row that has these columns.
-
-    Raises:
-        ValueError: none has, or several have.
-    """
+    """Return the one row that has these columns; raise ValueError where none has, or several have."""
     (row,) = (row for row in found if all(row[key] == value for key, value in wanted.items()))
     return row
 
@@ -82,11 +78,23 @@ def training_step() -> str:
 
 def gemma_step() -> str:
     """Return speed and memory of a training step of Gemma 3 270M's shape, over bf16's."""
-    found = rows("model_train", hidden="640", how="eager", steps="2")
-    newest = [{r["variant"]: r for r in found if r["batch"] == batch} for batch in ("8", "32")]
+    found = {
+        (r["how"], r["batch"], r["steps"], r["variant"]): r
+        for r in rows("model_train", hidden="640", command="python ")
+    }
+    kinds = (("eager", "8", "16"), ("compiled blocks", "8", "16"), ("eager", "32", "2"))
     names = ("int4-g128", "nvfp4", "mxfp4", "fp8")
-    lines = [(named(n), *(ratio(of[n][k]) for k in ("speed", "of_bf16_peak") for of in newest)) for n in names]
-    return table(("recipe", "tokens/s, 8 x 2048", "32 x 2048", "peak memory, 8 x 2048", "32 x 2048"), lines)
+    of = {name: [found[*kind, name] for kind in kinds] for name in names}
+    lines = [(named(n), *(ratio(r[k]) for k in ("speed", "of_bf16_peak") for r in of[n])) for n in names]
+    heads = (
+        "tokens/s, 8 x 2048",
+        "layers compiled",
+        "32 x 2048",
+        "peak memory, 8 x 2048",
+        "layers compiled",
+        "32 x 2048",
+    )
+    return table(("recipe", *heads), lines)
 
 
 def fsdp2() -> str:

@@ -167,7 +167,7 @@ def quantized_linear(
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
     if not tracing and not torch.is_grad_enabled():
         given = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
-        if replay.takes(x, weight, bias, given):
+        if replay.takes(x, given):
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
         return multiply(x, weight, bias, given)[0]
     rows = columns = None
@@ -228,10 +228,10 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        if replay.takes(x, w, bias, given):
-            y, tensors, ctx.layout, ctx.step = replay.forward(multiply, x, w, bias, given, needs)
+        if replay.takes(x, given):
+            y, tensors, ctx.layout, ctx.repeats = replay.forward(multiply, x, w, bias, given, needs)
         else:
-            (y, saved), ctx.step = multiply(x, w, bias, given, needs), None
+            (y, saved), ctx.repeats = multiply(x, w, bias, given, needs), None
             tensors, ctx.layout = flat(saved)
         ctx.save_for_backward(*tensors)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
@@ -250,10 +250,10 @@ class QuantizedLinear(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second_derivative()
         tensors = saved_tensors(ctx, ctx.packed_fqn)
-        if ctx.step is None:
+        if ctx.repeats is None:
             made = _gradients(ctx, tensors, grad)
         else:
-            made = ctx.step.backward(functools.partial(_gradients, ctx, tensors, grad), [grad, *tensors, ctx.random])
+            made = ctx.repeats(functools.partial(_gradients, ctx, tensors, grad), [grad, *tensors, ctx.random])
         if ctx.random is not None:
             ctx.random[2:].add_(1)  # the step
         return (*made, None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from aoquant.formats import Encoded
 from aoquant.linear.saved import Layout, flat
 from aoquant.ops import repeat, router
-from aoquant.ops.program import Program, record
+from aoquant.ops.program import Program
 
 Left = tuple[tuple[int, bool] | None, ...]
 
@@ -41,83 +41,49 @@ class _Shared:
         self.left = encoded, kept
 
 
-class Forward(NamedTuple):
-    """Hold a recorded forward.
+class Note(NamedTuple):
+    """Hold what a forward returns beside y, the saved tensors, and the codes that are left for other layers.
 
-    The program returns y, the saved tensors, and the codes that are left for other layers, of rows and of columns.
-    left: (K, whether autograd keeps them) of both, None where there are none.
+    layout, saved: of the saved tensors, and their count. left: (K, whether autograd keeps them) of the codes of rows
+    and of columns, None where there are none. backward: what repeats the backwards of such forwards.
     """
 
-    program: Program
     layout: Layout
     saved: int
     left: Left
+    backward: repeat.Repeats
 
 
-class Step:
-    """Hold what is known of calls that are alike: of a forward (as `Repeats` says it), and of its backwards."""
-
-    def __init__(self) -> None:
-        self.forward: Any = repeat.NEW
-        self.backward = repeat.Repeats()
-
-    def first(
-        self, run: Callable[[], Any], arguments: Sequence[Tensor | None]
-    ) -> tuple[Sequence[Any], Layout, int, Left]:
-        """Run a forward that has no program yet. Return (the results of its program to be, the fields of `Forward`)."""
-        if self.forward is not repeat.ONCE:
-            if self.forward is repeat.NEW:  # another thread may have recorded it meanwhile
-                self.forward = repeat.ONCE
-            made, fields = run()
-            return made, *fields
-        found = list[Any]()
-
-        def results() -> Sequence[Tensor | None]:
-            made, fields = run()
-            found[:] = fields
-            return made
-
-        made, program = record(results, arguments)
-        self.forward = repeat.NEVER if program is None else Forward(program, *found)
-        return made, *found
-
-
-_steps: dict[Any, Step] = {}
+_forwards = repeat.Repeats()
 
 
 def forward(
     multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
-) -> tuple[Tensor, Sequence[Tensor | None], Layout, Step | None]:
+) -> tuple[Tensor, Sequence[Tensor | None], Layout, repeat.Repeats | None]:
     """Return (y, the tensors that backward reads, their layout, what repeats the backward) of a call of `multiply`."""
-    shared, layer, packed = (given.rows, given.columns), given.layer, given.packed
-    found = [None if codes is None else codes.take(layer) for codes in shared]
-    of_codes = tuple([-(codes is None) if f is None else f.k for codes, f in zip(shared, found, strict=True)])
-    tensors = [x, w, bias, *(packed or _NOTHING)[:4]]
-    of_tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
-    k = None if packed is None else packed.k
-    key = given.recipe, needs, of_tensors, k, of_codes, given.rank, x.get_device(), router.generation()
-    step = _steps.get(key)
-    if step is None and len(_steps) < repeat.MOST:
-        step = _steps.setdefault(key, Step())
-    arguments = [*tensors, *(found[0] or _NOTHING)[:4], *(found[1] or _NOTHING)[:4]]
+    rows, columns, layer, packed = given.rows, given.columns, given.layer, given.packed
+    of_rows = None if rows is None else rows.take(layer)
+    of_columns = None if columns is None else columns.take(layer)
+    arguments = [x, w, bias, *(packed or _NOTHING)[:4], *(of_rows or _NOTHING)[:4], *(of_columns or _NOTHING)[:4]]
+    widths = [None if e is None else e.k for e in (packed, of_rows, of_columns)]
+    shared = rows is not None, columns is not None
+    known = _forwards.kind(arguments, given.recipe, needs, given.rank, *shared, *widths, router.generation())
+    kind = known or repeat.Kind()
     made: Any
-    if step is not None and isinstance(step.forward, Forward):
-        program, layout, count, left = step.forward
-        made = program(arguments)
+    if isinstance(kind.program, Program):
+        made = kind.program(arguments)
     else:
-        stands = [_Shared(f) for f in found]
-        rows, columns = (None if codes is None else s for codes, s in zip(shared, stands, strict=True))
-        run = partial(_flat_forward, multiply, x, w, bias, given._replace(rows=rows, columns=columns), needs, stands)
-        if step is None:
-            made, (layout, count, left) = run()
-        else:
-            made, layout, count, left = step.first(run, arguments)
-    at = 1 + count
-    for codes, how in zip(shared, left, strict=True):
+        stands = [None if codes is None else _Shared(f) for codes, f in ((rows, of_rows), (columns, of_columns))]
+        given = given._replace(rows=stands[0], columns=stands[1])
+        run = partial(_flat_forward, multiply, x, w, bias, given, needs, stands, kind)
+        made = run() if known is None else kind(run, arguments)
+    note = kind.note
+    at = 1 + note.saved
+    for codes, how in zip((rows, columns), note.left, strict=True):
         if how is not None:
             codes.leave(Encoded(*made[at : at + 4], how[0]), layer, how[1])  # type: ignore[call-arg]
             at += 4
-    return made[0], made[1 : 1 + count], layout, step
+    return made[0], made[1 : 1 + note.saved], note.layout, None if known is None else note.backward
 
 
 def _flat_forward(
@@ -127,37 +93,30 @@ def _flat_forward(
     bias: Tensor | None,
     given: Any,
     needs: Any,
-    stands: Sequence[_Shared],
-) -> tuple[list[Tensor | None], tuple[Layout, int, Left]]:
-    """Return (the results of a forward as a `Forward` has them, its other fields)."""
+    stands: Sequence[_Shared | None],
+    kind: repeat.Kind,
+) -> list[Tensor | None]:
+    """Return y, the saved tensors, and the codes that are left; what else there is to know is the kind's note."""
     y, saved = multiply(x, w, bias, given, needs)
     tensors, layout = flat(saved)
-    left = tuple([None if s.left is None else (s.left[0].k, s.left[1]) for s in stands])
-    codes = [t for s in stands if s.left is not None for t in s.left[0][:4]]
-    return [y, *tensors, *codes], (layout, len(tensors), left)
+    lefts = [None if s is None else s.left for s in stands]
+    left = tuple([None if s is None else (s[0].k, s[1]) for s in lefts])
+    if kind.note is None:
+        kind.note = Note(layout, len(tensors), left, repeat.Repeats())
+    return [y, *tensors, *(t for s in lefts if s is not None for t in s[0][:4])]
 
 
 _NOTHING = (None,) * 4
 
 
-def takes(x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any) -> bool:
-    """Return whether a call is an ordinary one, which `forward` takes."""
-    low, device = 0, x.get_device()
-    if device < repeat.FIRST_DEVICE:
-        return False
-    for t in (x, w, bias) if given.packed is None else (x, bias, *given.packed[:4]):
-        if t is not None:
-            if type(t) not in repeat.PLAIN or t.get_device() != device:
-                return False
-            low |= t.data_ptr()
+def takes(x: Tensor, given: Any) -> bool:
+    """Return whether a layer's call may be an ordinary one, which `forward` takes."""
     return (
-        low % 16 == 0
+        x.get_device() >= repeat.FIRST_DEVICE
         and given.x_held is None
         and given.w_held is None
         and given.fixed is None
         and given.delayed is None
         and given.parts is None
         and x.numel() > 0
-        and x is not w
-        and not repeat.unusual(x)
     )

@@ -32,49 +32,73 @@ NEW, ONCE, NEVER = "new", "once", "never"
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class Repeats:
-    """Hold what is known of a function's calls, by their kind. NEW: there was none. ONCE: one. NEVER: it cannot be
-    recorded.
+class Kind:
+    """Hold what is known of calls that are alike.
+
+    program: NEW, there was no call; ONCE, one; NEVER, it cannot be recorded. note: what the caller keeps beside it.
     """
 
+    __slots__ = ("note", "program")
+
     def __init__(self) -> None:
-        self.kinds: dict[Any, Any] = {}
+        self.program: Any = NEW
+        self.note: Any = None
+
+    def __call__(
+        self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Return `function()`, which it makes of `arguments` alone."""
+        if isinstance(self.program, Program):
+            return self.program(arguments)
+        if self.program is ONCE:
+            made, recorded = record(function, arguments)
+            self.program = recorded or NEVER
+            return made
+        if self.program is NEW:
+            self.program = ONCE
+        return function()
+
+
+class Repeats:
+    """Hold the kinds of a function's calls."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Any, Kind] = {}
 
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None], *how: Any
     ) -> Sequence[Tensor | None]:
-        """Return `function()`, which it makes of `arguments` alone, and of `how`, which can be hashed; the first
-        argument is a tensor.
+        """Return `function()`, which it makes of `arguments` and `how`."""
+        kind = self.kind(arguments, *how)
+        return function() if kind is None else kind(function, arguments)
+
+    def kind(self, arguments: Sequence[Tensor | None], *how: Any) -> Kind | None:
+        """Return the kind of a call; None where it is not ordinary, or one too many.
+
+        arguments: the first one is a tensor. how: can be hashed.
         """
         first: Any = arguments[0]
         device = first.get_device()
-        if device < FIRST_DEVICE or type(first) not in PLAIN or unusual(first):
-            return function()
+        if device < FIRST_DEVICE or unusual(first):
+            return None
         low, layouts, one = 0, list[Any](), set[int]()
         for t in arguments:
             if t is None:
                 layouts.append(None)
             elif type(t) not in PLAIN or t.get_device() != device:  # hooks of saved tensors may change anything
-                return function()
+                return None
             else:
                 layouts.append((t.shape, t.stride(), t.dtype))
                 low |= t.data_ptr()
                 one.add(id(t))
         twice = len(one) + layouts.count(None) < len(arguments)  # a program would take them for one
         if twice or low % 16:
-            return function()
-        kind = (how, device, *layouts)
-        program = self.kinds.get(kind, NEVER if len(self.kinds) >= MOST else NEW)
-        if isinstance(program, Program):
-            return program(arguments)
-        if program is NEVER:
-            return function()
-        if program is NEW:
-            self.kinds[kind] = ONCE
-            return function()
-        made, recorded = record(function, arguments)
-        self.kinds[kind] = recorded or NEVER
-        return made
+            return None
+        key = (how, device, *layouts)
+        found = self.kinds.get(key)
+        if found is None and len(self.kinds) < MOST:
+            found = self.kinds.setdefault(key, Kind())
+        return found
 
 
 def unusual(t: Tensor) -> bool:

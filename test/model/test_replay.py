@@ -43,9 +43,9 @@ Run = Callable[[Layers, int], list[Tensor | None]]
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
-    replay._steps.clear()
+    replay._forwards.kinds.clear()
     yield
-    replay._steps.clear()
+    replay._forwards.kinds.clear()
 
 
 @pytest.fixture
@@ -179,9 +179,9 @@ def test_on_a_gpu_csrc_runs_the_programs(recipe: str) -> None:
         step(layers, tokens(layers, i))
         with torch.no_grad():
             layers[0](tokens(layers, i, 1))
-    kinds = replay._steps.values()
-    programs = [kind.forward.program for kind in kinds] + [p for kind in kinds for p in kind.backward.kinds.values()]
-    assert len(programs) == 3 and all(p._native is not None for p in programs)
+    kinds = [*replay._forwards.kinds.values()]
+    kinds += [backward for kind in kinds for backward in kind.note.backward.kinds.values()]
+    assert len(kinds) == 3 and all(kind.program._native is not None for kind in kinds)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
@@ -191,7 +191,7 @@ def test_layers_of_one_shape_share_their_programs(recipe: str, pages: Counter[st
     for seen in (2, 0):
         pages.clear()
         step(layers, tokens(layers, 0), lambda layer, h: layer(h.clone()))
-        assert pages["multiply"] == pages["_gradients"] == seen and len(replay._steps) == 1
+        assert pages["multiply"] == pages["_gradients"] == seen and len(replay._forwards.kinds) == 1
 
 
 # Ways to train
@@ -365,13 +365,13 @@ def test_more_kinds_of_calls_than_are_recorded(pages: Counter[str], monkeypatch:
     for rows in (9, 2, 3, 4, 5, 9, 3):
         pages.clear()
         check(called(plain, rows), layers, pages, repeated=rows not in (4, 5))
-        assert len(replay._steps) <= 3 and (pages["multiply"] == 2) is (rows in (4, 5))
+        assert len(replay._forwards.kinds) <= 3 and (pages["multiply"] == 2) is (rows in (4, 5))
 
     def wide(layers: Layers, i: int) -> list[Tensor | None]:
         return step(layers, tokens(layers, 0, 9), grad=lambda y: wave(y.new_ones(9, 200 + 8 * i))[:, :128])
 
     check(wide, layers, pages, kinds=2, repeated=False)
-    assert max(len(kind.backward.kinds) for kind in replay._steps.values()) == 3
+    assert max(len(kind.note.backward.kinds) for kind in replay._forwards.kinds.values()) == 3
 
 
 @pytest.mark.parametrize("recipe", SOME)
