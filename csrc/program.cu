@@ -37,12 +37,19 @@ void launch(const program::Step& step, const program::Slots& at, cudaStream_t st
   STD_TORCH_CHECK(error == 0, "CUDA launch failed: driver error ", error);
 }
 
-std::vector<Tensor> run(int64_t number, std::vector<Tensor> arguments) {
-  std::shared_ptr<const program::Program> found = program::find(number, arguments);
+std::vector<Tensor> run_on_gpu(const program::Program& found, const std::vector<Tensor>& arguments) {
   DeviceGuard guard(arguments[0].get_device_index());
   cudaStream_t stream = current_stream(arguments[0]);
-  return program::run(*found, arguments, aoti_torch_device_type_cuda(),
+  return program::run(found, arguments, aoti_torch_device_type_cuda(),
                       [stream](const program::Step& step, const program::Slots& at) { launch(step, at, stream); });
+}
+
+std::vector<Tensor> run(int64_t number, std::vector<Tensor> arguments) { return run_on_gpu(*program::find(number, arguments), arguments); }
+
+std::tuple<std::vector<Tensor>, int64_t> run_family(int64_t family, std::vector<Tensor> arguments) {
+  auto [found, number] = program::bound(family, arguments);
+  if (found == nullptr) return {std::vector<Tensor>(), number};
+  return {run_on_gpu(*found, arguments), number};
 }
 
 }  // namespace
@@ -51,11 +58,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
   m.def("program_make(int[] words, str names, int arguments, Tensor[] constants) -> int");
   m.def("program_forget(int program) -> ()");
   m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
+  m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
+  m.def("family_forget(int family) -> ()");
+  m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CompositeExplicitAutograd, m) {
   m.impl("program_make", TORCH_BOX(&program::make));
   m.impl("program_forget", TORCH_BOX(&program::forget));
   m.impl("program_run", TORCH_BOX(&run));
+  m.impl("family_bind", TORCH_BOX(&program::bind));
+  m.impl("family_forget", TORCH_BOX(&program::forget_family));
+  m.impl("family_run", TORCH_BOX(&run_family));
 }
 
 }  // namespace aoquant

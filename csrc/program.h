@@ -17,7 +17,9 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -246,6 +248,61 @@ inline std::shared_ptr<const Program> find(int64_t program, const std::vector<Te
   STD_TORCH_CHECK(int64_t(arguments.size()) == found->second->arguments && !arguments.empty(), "program ", program, " takes ",
                   found->second->arguments, " tensors");
   return found->second;
+}
+
+struct Bound {
+  std::vector<int64_t> layout;
+  int64_t number;
+  std::shared_ptr<const Program> program;
+};
+inline std::unordered_map<int64_t, std::vector<Bound>> families;
+
+// A device's index, and of each tensor its type, dimensions, sizes and strides. Nothing where a program may not read the
+// tensors: they lie on several devices, one twice, or one at an address that kernels do not read in vectors.
+inline std::vector<int64_t> layout(const std::vector<Tensor>& tensors) {
+  if (tensors.empty()) return {};
+  std::vector<int64_t> found{tensors[0].get_device_index()};
+  std::vector<const void*> begins;
+  for (const Tensor& t : tensors) {
+    const void* begin = t.data_ptr();
+    if (t.get_device_index() != found[0] || reinterpret_cast<uintptr_t>(begin) % 16 != 0) return {};
+    if (begin != nullptr && std::find(begins.begin(), begins.end(), begin) != begins.end()) return {};
+    begins.push_back(begin);
+    int32_t type = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &type));
+    found.push_back(type), found.push_back(t.dim());
+    const auto sizes = t.sizes(), strides = t.strides();
+    found.insert(found.end(), sizes.begin(), sizes.end());
+    found.insert(found.end(), strides.begin(), strides.end());
+  }
+  return found;
+}
+
+// Calls of `family` whose tensors lie as these do run `number` from now on.
+inline void bind(int64_t family, int64_t number, std::vector<Tensor> arguments) {
+  Bound made{layout(arguments), number, find(number, arguments)};
+  if (made.layout.empty()) return;
+  std::lock_guard lock(mutex);
+  families[family].push_back(std::move(made));
+}
+
+inline void forget_family(int64_t family) {
+  std::vector<Bound> last;  // freed behind the lock
+  std::lock_guard lock(mutex);
+  if (auto found = families.find(family); found != families.end()) {
+    last = std::move(found->second);
+    families.erase(found);
+  }
+}
+
+// The program of a call, and its number; -1 where there is none.
+inline std::pair<std::shared_ptr<const Program>, int64_t> bound(int64_t family, const std::vector<Tensor>& arguments) {
+  const std::vector<int64_t> wanted = layout(arguments);
+  std::lock_guard lock(mutex);
+  if (auto found = families.find(family); found != families.end() && !wanted.empty())
+    for (const Bound& one : found->second)
+      if (one.layout == wanted) return {one.program, one.number};
+  return {nullptr, -1};
 }
 
 // Runs a program on tensors of a device of this kind (a shim's number). launch(step, slots) launches a kernel.

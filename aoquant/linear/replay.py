@@ -19,7 +19,6 @@ from torch import Tensor
 from aoquant.formats import Encoded
 from aoquant.linear.saved import Layout, flat
 from aoquant.ops import repeat, router
-from aoquant.ops.program import Program
 
 Left = tuple[tuple[int, bool] | None, ...]
 
@@ -67,21 +66,20 @@ def forward(
     arguments = [x, w, bias, *(packed or _NOTHING)[:4], *(of_rows or _NOTHING)[:4], *(of_columns or _NOTHING)[:4]]
     widths = [None if e is None else e.k for e in (packed, of_rows, of_columns)]
     shared = rows is not None, columns is not None
-    known = _forwards.kind(arguments, given.recipe, needs, given.rank, *shared, *widths, router.generation())
-    kind = known or repeat.Kind()
+    how = given.recipe, needs, given.rank, *shared, *widths, router.generation()
     made: Any
-    if isinstance(kind.program, Program):
-        made = kind.program(arguments)
-    else:
+    made, known = _forwards.repeated(arguments, *how)
+    kind = known or repeat.Kind()
+    if made is None:
         stands = [None if codes is None else _Shared(f) for codes, f in ((rows, of_rows), (columns, of_columns))]
         given = given._replace(rows=stands[0], columns=stands[1])
         run = partial(_flat_forward, multiply, x, w, bias, given, needs, stands, kind)
         made = run() if known is None else kind(run, arguments)
     note = kind.note
     at = 1 + note.saved
-    for codes, how in zip((rows, columns), note.left, strict=True):
-        if how is not None:
-            codes.leave(Encoded(*made[at : at + 4], how[0]), layer, how[1])  # type: ignore[call-arg]
+    for codes, left in zip((rows, columns), note.left, strict=True):
+        if left is not None:
+            codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
     return made[0], made[1 : 1 + note.saved], note.layout, None if known is None else note.backward
 

@@ -113,11 +113,15 @@ def bits(value: float, kind: str = "f") -> int:
 
 
 class Native(NamedTuple):
-    """Hold what runs a program in a library and what forgets it, and its number there."""
+    """Hold a program's number in a library, and that library's `operator`."""
 
-    run: Callable[[int, Sequence[Tensor]], list[Tensor]]
-    forget: Callable[[int], None]
+    operator: Callable[[str], Callable[..., Any]]
     number: int
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the program; it does not look whether these are laid out as those that it was recorded with."""
+        made: list[Tensor] = self.operator("program_run")(self.number, tensors)
+        return made
 
 
 def native_program(
@@ -153,7 +157,7 @@ def native_program(
     except RuntimeError as error:  # Python runs it
         logging.getLogger("aoquant.program").debug("no words for csrc's library: %s", error)
         return None
-    return Native(library.operator("program_run"), library.operator("program_forget"), made)
+    return Native(library.operator, made)
 
 
 def _list(values: Sequence[int]) -> Words:

@@ -69,7 +69,7 @@ class Step(NamedTuple):
 class Program:
     """Repeat the steps of a function on tensors, of which some may be None; those were None when it was recorded."""
 
-    __slots__ = ("__weakref__", "_native", "_none", "_results", "_slots", "_steps")
+    __slots__ = ("__weakref__", "_none", "_results", "_slots", "_steps", "native")
 
     def __init__(self, steps: list[Step], slots: list[Any], results: list[int], count: int) -> None:
         self._steps, self._slots, self._results = steps, slots[count:], results
@@ -78,25 +78,28 @@ class Program:
         constants = {slot: t for slot, t in enumerate(slots) if t is not None and slot >= count}
         words = [step.words for step in steps if step.words != []]
         made = [place for place in results if place >= 0]
-        self._native = native_program(slots[given[0]].device, words, constants, given, made, len(slots))
-        if self._native is not None:
-            weakref.finalize(self, self._native.forget, self._native.number)
+        self.native = native_program(slots[given[0]].device, words, constants, given, made, len(slots))
+        if self.native is not None:
+            weakref.finalize(self, self.native.operator("program_forget"), self.native.number)
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the function's results on these arguments."""
-        if self._native is not None:
+        if self.native is not None:
             try:
-                made = self._native.run(self._native.number, [t for t in arguments if t is not None])
+                return self.whole(self.native.run([t for t in arguments if t is not None]))
             except RuntimeError as error:
                 results = self._one_by_one(arguments)  # the same step raises here, with its own error
                 _log.debug("only csrc's library failed: %s", error)
-                self._native = None
+                self.native = None
                 return results
-            if self._none is None:
-                return made
-            there = iter(made)
-            return [None if none else next(there) for none in self._none]
         return self._one_by_one(arguments)
+
+    def whole(self, made: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the results, of which a library makes those that are not None."""
+        if self._none is None:
+            return made
+        there = iter(made)
+        return [None if none else next(there) for none in self._none]
 
     def _one_by_one(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the steps in Python."""

@@ -11,7 +11,9 @@ are recorded and no others: in batches of ever new lengths most calls run the fu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -60,45 +62,99 @@ class Kind:
 
 
 class Repeats:
-    """Hold the kinds of a function's calls."""
+    """Hold the kinds of a function's calls.
+
+    `how` says all about a call but its tensors, and can be hashed; the first argument is a tensor. Where csrc's library
+    knows a kind, it finds it by itself.
+    """
 
     def __init__(self) -> None:
         self.kinds: dict[Any, Kind] = {}
+        self._families: dict[Any, _Family] = {}
 
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None], *how: Any
     ) -> Sequence[Tensor | None]:
         """Return `function()`, which it makes of `arguments` and `how`."""
-        kind = self.kind(arguments, *how)
+        made, kind = self.repeated(arguments, *how)
+        if made is not None:
+            return made
         return function() if kind is None else kind(function, arguments)
 
-    def kind(self, arguments: Sequence[Tensor | None], *how: Any) -> Kind | None:
-        """Return the kind of a call; None where it is not ordinary, or one too many.
-
-        arguments: the first one is a tensor. how: can be hashed.
+    def repeated(
+        self, arguments: Sequence[Tensor | None], *how: Any
+    ) -> tuple[Sequence[Tensor | None] | None, Kind | None]:
+        """Return the results of a call, and its kind: results are None where the kind has no program, both where the
+        call is not ordinary, or its kind is one too many.
         """
         first: Any = arguments[0]
-        device = first.get_device()
-        if device < FIRST_DEVICE or unusual(first):
-            return None
-        low, layouts, one = 0, list[Any](), set[int]()
-        for t in arguments:
+        if first.get_device() < FIRST_DEVICE or unusual(first):
+            return None, None
+        there, missing = list[Tensor](), 0
+        for i, t in enumerate(arguments):
             if t is None:
-                layouts.append(None)
-            elif type(t) not in PLAIN or t.get_device() != device:  # hooks of saved tensors may change anything
+                missing += 1 << i
+            elif type(t) in PLAIN:
+                there.append(t)
+            else:  # hooks of saved tensors may change anything
+                return None, None
+        family = self._families.get((how, missing))
+        if family is not None:
+            made, kind = family(there)
+            if kind is not None:
+                return made, kind
+        kind = self._kind(there, how, missing)
+        if kind is None or not isinstance(kind.program, Program):
+            return None, kind
+        if kind.program.native is not None:
+            if family is None:
+                family = self._families.setdefault((how, missing), _Family(kind.program.native.operator))
+            family.bind(kind, there)
+        return kind.program(arguments), kind
+
+    def _kind(self, there: Sequence[Tensor], *how: Any) -> Kind | None:
+        low, layouts, one, device = 0, list[Any](), set[int](), there[0].get_device()
+        for t in there:
+            if t.get_device() != device:
                 return None
-            else:
-                layouts.append((t.shape, t.stride(), t.dtype))
-                low |= t.data_ptr()
-                one.add(id(t))
-        twice = len(one) + layouts.count(None) < len(arguments)  # a program would take them for one
-        if twice or low % 16:
+            layouts.append((t.shape, t.stride(), t.dtype))
+            low |= t.data_ptr()
+            one.add(id(t))
+        if len(one) < len(there) or low % 16:  # a program would take two arguments that are one tensor for one
             return None
         key = (how, device, *layouts)
         found = self.kinds.get(key)
         if found is None and len(self.kinds) < MOST:
             found = self.kinds.setdefault(key, Kind())
         return found
+
+
+class _Family:
+    """Hold kinds that a library knows, and that differ in the layouts of their tensors alone."""
+
+    def __init__(self, operator: Callable[[str], Callable[..., Any]]) -> None:
+        self._number, self._kinds = next(_numbers), dict[int, Kind]()
+        self._run, self._bind = operator("family_run"), operator("family_bind")
+        weakref.finalize(self, operator("family_forget"), self._number)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor | None] | None, Kind | None]:
+        """Return the results of a call, and its kind; None for both where the library has no program, or it fails."""
+        try:
+            made, number = self._run(self._number, tensors)
+        except RuntimeError:  # the call's own error comes from its steps, one by one
+            return None, None
+        kind = self._kinds.get(number)
+        return (None, None) if kind is None else (kind.program.whole(made), kind)
+
+    def bind(self, kind: Kind, tensors: Sequence[Tensor]) -> None:
+        """Let calls like this one run the kind's program from now on."""
+        number = kind.program.native.number
+        if number not in self._kinds:
+            self._kinds[number] = kind
+            self._bind(self._number, number, tensors)
+
+
+_numbers = count(1)
 
 
 def unusual(t: Tensor) -> bool:

@@ -7,13 +7,14 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bytes
+from support.cpu_library import with_library
 from support.linear_cases import counting
 from support.meters import saved
 from torch import Tensor, nn
@@ -42,10 +43,13 @@ Run = Callable[[Layers, int], list[Tensor | None]]
 
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Repeat calls on CPUs, too, by csrc's library where it can be built."""
     monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
-    replay._forwards.kinds.clear()
-    yield
-    replay._forwards.kinds.clear()
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    with ExitStack() as library:
+        with suppress(pytest.skip.Exception):
+            library.enter_context(contextmanager(with_library)())
+        yield
 
 
 @pytest.fixture
@@ -181,7 +185,7 @@ def test_on_a_gpu_csrc_runs_the_programs(recipe: str) -> None:
             layers[0](tokens(layers, i, 1))
     kinds = [*replay._forwards.kinds.values()]
     kinds += [backward for kind in kinds for backward in kind.note.backward.kinds.values()]
-    assert len(kinds) == 3 and all(kind.program._native is not None for kind in kinds)
+    assert len(kinds) == 3 and all(kind.program.native is not None for kind in kinds)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
@@ -325,7 +329,9 @@ def test_a_forced_backend_is_used_where_programs_exist(recipe: str, pages: Any, 
                 patch.setenv("AOQUANT_BACKEND", "reference")
             step(layers, tokens(layers, i))
         used.append(pages["multiply"] == pages["_gradients"] == 2)
-    assert used[2:] == [recipe == "int4-g128", True] * 2 + [recipe == "int4-g128"]
+    unforced = used[2]
+    assert used[2:] == [unforced, True] * 2 + [unforced]
+    assert not unforced or recipe == "int4-g128"  # on a CPU without csrc's library
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_the_library_gives_the_bits_of_a_function(
 ) -> None:
     monkeypatch.setattr(program, "LARGE", large)
     repeat = recorded(function, *pair())
-    assert repeat is not None and repeat._native is not None
+    assert repeat is not None and repeat.native is not None
     repeat._steps.clear()  # only the library knows them now
     check(repeat, function)
 
@@ -136,7 +136,7 @@ def test_the_library_gives_the_bits_of_a_function(
 def test_the_library_skips_an_argument_that_is_missing(library: Any) -> None:
     (x, y), given = pair(), pair()
     repeat = recorded(lambda x, bias, y: [None, torch.mm(x, y.t()) if bias is None else bias], x, None, y)
-    assert repeat is not None and repeat._native is not None
+    assert repeat is not None and repeat.native is not None
     first, product = repeat([given[0], None, given[1]])
     assert first is None and same_bytes(product, torch.mm(given[0], given[1].t()))
 
@@ -149,7 +149,7 @@ def test_a_view_that_is_a_result_shares_the_version_of_what_it_views(library: An
         return [made, made.view(-1)]
 
     repeat = recorded(function, *pair())
-    assert repeat is not None and repeat._native is not None
+    assert repeat is not None and repeat.native is not None
     made, view = repeat(pair())
     before = view._version
     made.add_(1)
@@ -158,27 +158,27 @@ def test_a_view_that_is_a_result_shares_the_version_of_what_it_views(library: An
 
 def test_what_is_made_elsewhere_is_left_to_python(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.empty(3, device="meta"), torch.mm(x, y.t())][1:], *pair())
-    assert repeat is not None and repeat._native is not None  # nothing reads it
+    assert repeat is not None and repeat.native is not None  # nothing reads it
     results, repeat = record(lambda: [torch.empty(3, device="meta")], pair())
     assert repeat is None and results[0].device.type == "meta"
 
 
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
-    assert repeat is not None and repeat._native is not None
+    assert repeat is not None and repeat.native is not None
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         repeat([torch.ones(4, 6), torch.ones(4, 5)])
 
 
 def test_the_library_forgets_a_program_that_is_gone(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
-    assert repeat is not None and repeat._native is not None
-    run, _, number = repeat._native
-    assert len(run(number, pair())) == 1
+    assert repeat is not None and repeat.native is not None
+    native = repeat.native
+    assert len(native.run(pair())) == 1
     del repeat
     gc.collect()
-    with pytest.raises(RuntimeError, match=f"no program {number}"):
-        run(number, pair())
+    with pytest.raises(RuntimeError, match=f"no program {native.number}"):
+        native.run(pair())
 
 
 def test_the_library_refuses_words_that_are_wrong(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
