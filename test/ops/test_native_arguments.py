@@ -14,7 +14,8 @@ from torch import Tensor
 
 BF16 = torch.bfloat16
 N, K, GROUP = 32, 64, 32
-PROGRAMS = ("program_make", "program_run", "program_forget")  # test_program.py gives them wrong words
+# test_program.py and test_repeat.py give them wrong words and tensors
+PROGRAMS = ("program_make", "program_run", "program_forget", "family_bind", "family_run", "family_forget")
 
 
 @pytest.fixture(autouse=True, scope="module")

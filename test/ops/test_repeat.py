@@ -136,7 +136,11 @@ def test_programs_go_with_what_repeats_them(repeated: str) -> None:
     (family,) = call.repeats._families.values()
     (kind,) = call.repeats.kinds.values()
     number, run, native = family._number, family._run, kind.program.native
-    assert run(number, pair())[1] == native.number and run(number + 1000, pair())[1] == -1
+    assert run(number, pair())[1] == native.number
+    assert run(number + 1000, pair())[1] == run(number, [])[1] == run(number, pair()[:1])[1] == -1
+    for tensors, program_number in ((pair()[:1], native.number), ([], native.number), (pair(), native.number + 1000)):
+        with pytest.raises(RuntimeError, match="program"):
+            family._bind(number, program_number, tensors)
     del call, family, kind
     gc.collect()
     assert run(number, pair()) == ([], -1)
