@@ -10,7 +10,8 @@
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
     router.py     which backend runs a request, and why the others do not
-    program.py    the kernels of a function, recorded and repeated
+    program.py    the kernels of a function, recorded    repeat.py    and repeated, in calls that are alike
+    native_program.py  by csrc's library
     flops.py      what PyTorch's FlopCounterMode counts
     contracts.py  down to which rounding a GEMM is defined
 
