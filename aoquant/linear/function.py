@@ -46,6 +46,7 @@ from aoquant.linear.checks import checked, note_run, refuse_second_derivative, u
 from aoquant.linear.recipe import RECIPES, LinearRecipe
 from aoquant.linear.saved import flat, restored, saved_tensors
 from aoquant.ops import backward as gemms
+from aoquant.ops import repeat
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 ONE_PASS = ("cuda",)  # where each pass over memory costs, so that codes and the GEMM's operand are made together
@@ -167,7 +168,7 @@ def quantized_linear(
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
     if not tracing and not torch.is_grad_enabled():
         given = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
-        if replay.takes(x, given):
+        if x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
         return multiply(x, weight, bias, given)[0]
     rows = columns = None
@@ -228,7 +229,7 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        if replay.takes(x, given):
+        if x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
             y, tensors, ctx.layout, ctx.repeats = replay.forward(multiply, x, w, bias, given, needs)
         else:
             (y, saved), ctx.repeats = multiply(x, w, bias, given, needs), None

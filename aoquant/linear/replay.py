@@ -110,8 +110,7 @@ _NOTHING = (None,) * 4
 def takes(x: Tensor, given: Any) -> bool:
     """Return whether a layer's call may be an ordinary one, which `forward` takes."""
     return (
-        x.get_device() >= repeat.FIRST_DEVICE
-        and given.x_held is None
+        given.x_held is None
         and given.w_held is None
         and given.fixed is None
         and given.delayed is None
