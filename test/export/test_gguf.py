@@ -116,7 +116,7 @@ def test_scales_of_rows_and_zero_points_become_those_of_blocks(name: str, type: 
     [
         ("intx4-g16", 128, "intx4-g16"),
         ("intx3-g32", 128, "intx3-g32"),
-        ("int8-tensor", 128, "int8-tensor"),
+        ("int8-tensor", 128, "holds int8-tensor"),
         ("intx4-row-sfloat16", 48, "K = 48"),
         ("nvfp4", 96, "K = 96"),
         ("hadamard32-inverse+q4_0", 128, "hadamard32"),
@@ -419,4 +419,5 @@ def test_a_window_that_llama_cpp_does_not_know_bounds_the_context(kind: Any, mor
     with pytest.warns(UserWarning, match="the file's context length is the window, 4 of 64 tokens"):
         assert metadata(kind, **more, sliding_window=4)["context_length"] == 4
     assert metadata(kind, **more, sliding_window=64)["context_length"] == 64
-    assert metadata(LlamaConfig)["context_length"] == 64
+    for other, sizes in ((LlamaConfig, {}), (Gemma2Config, GEMMA), (Gemma3TextConfig, GEMMA)):  # which it computes
+        assert metadata(other, **sizes)["context_length"] == 64

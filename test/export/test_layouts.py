@@ -31,6 +31,7 @@ PAIRS = [
     ("intx8-row", ""),
     ("int8-row", "int8-row-vllm"),
     ("intx4-g128", "int8-row-vllm"),
+    ("intx8-row-asym", "int8-row-vllm"),
     ("fp8-row", ""),
     ("fp8-row", "fp8-row-vllm"),
     ("fp8-tensor", "fp8-tensor-static:0.02"),

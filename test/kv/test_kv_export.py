@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,31 @@ def test_flags_and_queries_are_said(tmp_path: Path) -> None:
     assert not scales and config.get("kv_cache_scheme") is None
     with pytest.warns(AoquantWarning, match="vLLM casts queries"):
         aoquant.export(converted(), tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("config", "base", "target"),
+    [
+        ({"query": "fp8"}, "vllm-fp8", "compressed-tensors"),
+        ({"query": "fp8"}, "vllm-nvfp4-weight", "modelopt"),
+        ({"format": "nvfp4", "scale": 1.0}, "vllm-nvfp4-weight", "modelopt"),
+    ],
+)
+def test_nothing_is_said_of_a_cache_that_engines_compute(
+    config: dict[str, Any], base: str, target: str, tmp_path: Path
+) -> None:
+    made = converted(base, **config)
+    with warnings.catch_warnings(action="error", category=AoquantWarning):
+        aoquant.export(made, tmp_path / "out", format=target)
+
+
+def test_scales_of_a_cache_are_float32_whatever_the_model_is(tmp_path: Path) -> None:
+    made = converted(query="fp8")
+    for module in hook.quantised(made).values():
+        for name in [n for n in hook.SCALES if n in module._buffers]:
+            module.register_buffer(name, module.get_buffer(name).half())
+    _, scales = written(aoquant.export(made, tmp_path / "out"))
+    assert len(scales) == 6 and {t.dtype for t in scales.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
