@@ -11,7 +11,14 @@ import torch
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from aoquant.integrations.text import Documents, beginning, load_documents, token_blocks  # noqa: E402
+from aoquant.integrations.text import (  # noqa: E402
+    Documents,
+    beginning,
+    document_positions,
+    find_pages,
+    load_documents,
+    token_blocks,
+)
 
 # A blank line inside, a separator's text inside a line, a line separator that is no newline, and no ASCII.
 DOCUMENTS = ["one\n\ntwo", "not <|endoftext|> a separator", "naïve\u2028日本", "end"]
@@ -154,3 +161,45 @@ def test_bad_block_arguments_are_refused(tokenizer: Any) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             token_blocks(*given)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "got 0 pages"),
+        ('{"page": "a"}\n{"page": " "}\n', "1 empty"),
+        ('{"text": "a"}\n', "line 1"),
+        ('{"page": "a"}\n\n{"page": 1}\n', "line 3"),
+    ],
+)
+def test_pages_that_cannot_be_scored_are_refused(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "test.jsonl"
+    path.write_text('{"page": "a"}\n')
+    assert find_pages(tmp_path, None) == find_pages(None, path) == path.resolve()
+    path.write_text(content)
+    for wikitext, documents in ((tmp_path, None), (None, path)):
+        with pytest.raises(ValueError, match=rf"test\.jsonl.* {said}"):
+            find_pages(wikitext, documents)
+
+
+def test_one_text_is_scored_and_it_is_there(tmp_path: Path) -> None:
+    assert find_pages("hub", None) is None
+    for wikitext, documents, said in (
+        (tmp_path, None, "wikitext"),
+        (None, tmp_path / "gone.jsonl", "documents"),
+        ("hub", tmp_path / "gone.jsonl", "one of wikitext and documents"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            find_pages(wikitext, documents)
+
+
+@pytest.mark.parametrize(("bos", "separate"), [(True, True), (True, False), (False, True), (False, False)])
+def test_documents_begin_as_the_tokenizer_begins_them(bos: bool, separate: bool, tokenizer: Any) -> None:
+    found = Documents.of(tokenizer, bos=bos, separate=separate)
+    first = 1 if bos else None  # <bos>; without it <eos> stands between documents, and is predicted
+    assert (found.unscored, found.separator) == (first, (first or 0) if separate else None)
+
+
+def test_positions_begin_again_with_each_document_and_block() -> None:
+    ids = torch.tensor([[1, 5, 1, 1, 6, 7], [5, 6, 7, 1, 5, 6]])
+    assert document_positions(ids, 1).tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 0, 1, 2]]
