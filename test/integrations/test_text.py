@@ -15,7 +15,6 @@ from aoquant.integrations.text import (  # noqa: E402
     Documents,
     beginning,
     document_positions,
-    find_pages,
     load_documents,
     token_blocks,
 )
@@ -161,36 +160,6 @@ def test_bad_block_arguments_are_refused(tokenizer: Any) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             token_blocks(*given)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "got 0 pages"),
-        ('{"page": "a"}\n{"page": " "}\n', "1 empty"),
-        ('{"text": "a"}\n', "line 1"),
-        ('{"page": "a"}\n\n{"page": 1}\n', "line 3"),
-    ],
-)
-def test_pages_that_cannot_be_scored_are_refused(content: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "test.jsonl"
-    path.write_text('{"page": "a"}\n')
-    assert find_pages(tmp_path, None) == find_pages(None, path) == path.resolve()
-    path.write_text(content)
-    for wikitext, documents in ((tmp_path, None), (None, path)):
-        with pytest.raises(ValueError, match=rf"test\.jsonl.* {said}"):
-            find_pages(wikitext, documents)
-
-
-def test_one_text_is_scored_and_it_is_there(tmp_path: Path) -> None:
-    assert find_pages("hub", None) is None
-    for wikitext, documents, said in (
-        (tmp_path, None, "wikitext"),
-        (None, tmp_path / "gone.jsonl", "documents"),
-        ("hub", tmp_path / "gone.jsonl", "one of wikitext and documents"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            find_pages(wikitext, documents)
 
 
 @pytest.mark.parametrize(("bos", "separate"), [(True, True), (True, False), (False, True), (False, False)])
