@@ -238,6 +238,19 @@ def test_the_command_verifies(folders: dict[str, Path], tmp_path: Path, capsys: 
     assert "holds no checksums" in capsys.readouterr().err
 
 
+def test_what_was_verified_is_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, folder in folders.items():
+        files = list(folder.glob("*.safetensors"))
+        tensors = sum(len(header(path).tensors) for path in files)
+        numbers = [1] if name == "gguf" else [tensors, len(files)]
+        assert [int(n) for n in re.findall(r"\d+", verify(folder).removeprefix(str(folder)))][: len(numbers)] == numbers
+    run = tmp_path / "run"
+    shutil.copytree(folders["modelopt-checkpoint"], run / "checkpoint")
+    assert verify(run).startswith(str(run / "checkpoint"))
+    with pytest.raises(ValueError, match=r"model\.gguf"):
+        verify(folders["gguf"] / "model.gguf")
+
+
 def test_a_name_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
     save_pretrained(converted("intx4-g32"), tmp_path / "saved", max_shard_size="20KB")
     index = tmp_path / "saved" / checkpoint.INDEX
