@@ -17,6 +17,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.integrations import job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.job import needs
+from aoquant.integrations.launched import Ranks
 from aoquant.integrations.text import assets
 
 SIZES: dict[str, Any] = {
@@ -154,3 +155,18 @@ def test_a_run_may_need_all_that_is_free_and_no_more() -> None:
 )
 def test_seconds_are_said_in_a_unit_that_fits(seconds: float, said: str) -> None:
     assert needs._duration(seconds) == said
+
+
+@pytest.mark.parametrize(("found", "rank", "said"), [("1 GB", 0, "1 GB\n"), (None, 0, ""), ("1 GB", 1, "")])
+def test_the_estimate_is_said_once_and_before_anything_is_loaded(
+    found: str | None, rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "fitting", lambda o, ranks: found)
+    monkeypatch.setattr(job, "load_float", stop)
+    folder: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        job._stages(job.Options(device="cpu"), folder, Ranks(rank, 2))
+    assert capsys.readouterr().err == said
