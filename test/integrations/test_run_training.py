@@ -84,6 +84,8 @@ def test_a_schedule_warms_up_for_a_twentieth_and_falls_by_half_a_cosine() -> Non
     rates = [rate_at(1.0, step, 105, 0.5) for step in range(106)]
     assert rates[:7] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, rates[6]]) and rates[6] < 1.0
     assert rates[55] == pytest.approx(0.75) and rates[5:] == sorted(rates[5:], reverse=True)
+    for steps in (100, 119):  # five steps of warm-up each
+        assert [rate_at(1.0, step, steps) for step in (3, 4)] == [0.8, 1.0]
     assert rate_at(1.0, 0, 1) == rate_at(1.0, 0, 19) == 1.0  # a step of warm-up at least
 
 
