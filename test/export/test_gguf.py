@@ -185,9 +185,11 @@ def test_a_checkpoint_folder_gives_the_same_file(tmp_path: Path) -> None:
 def test_layers_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     model = plain_llama(num_hidden_layers=11, attention_bias=False, **NARROW_LLAMA)
     quantize_(model, PackedWeightConfig("q8_0"))
-    names = list(read(export(model, tmp_path / "out", "gguf", byte_level())))
-    layers = [int(name.split(".")[1]) for name in names if name.endswith(".attn_q.weight")]
+    reader = gguf.GGUFReader(export(model, tmp_path / "out", "gguf", byte_level()))
+    layers = [int(t.name.split(".")[1]) for t in reader.tensors if t.name.endswith(".attn_q.weight")]
     assert layers == list(range(11))
+    general = {name: reader.fields[f"general.{name}"].contents() for name in ("file_type", "quantization_version")}
+    assert general == {"file_type": gguf.LlamaFileType.MOSTLY_Q8_0, "quantization_version": gguf.GGML_QUANT_VERSION}
 
 
 @pytest.mark.parametrize(

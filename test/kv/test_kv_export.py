@@ -12,7 +12,14 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 from support import kv_models
 from torchao.quantization import FqnToConfig
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 import aoquant
 from aoquant import AoquantWarning, KVCacheConfig, PackedWeightConfig, QATConfig, calibrate, quantize_
@@ -80,6 +87,17 @@ def test_modelopt(tmp_path: Path) -> None:
     assert torch.equal(scales["model.layers.1.self_attn.k_proj.k_scale"], attention.k_scale)
     assert torch.equal(scales["model.layers.1.self_attn.v_proj.v_scale"], attention.v_scale)
     assert torch.equal(scales["model.layers.1.self_attn.q_scale"], attention.q_scale)
+
+
+def test_scales_beside_a_fused_projection_are_the_attentions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made: Any = Phi3ForCausalLM._from_config(Phi3Config(vocab_size=97, pad_token_id=0, **sizes), dtype=torch.bfloat16)
+    quantize_(made.eval(), QATConfig("vllm-nvfp4-weight", kv_cache=KVCacheConfig(query="fp8")))
+    calibrate(made, [IDS])
+    quantize_(made, QATConfig(step="convert"))
+    _, scales = written(aoquant.export(made, tmp_path / "out", format="modelopt"))
+    assert scales.keys() == {f"model.layers.0.self_attn.{of}_scale" for of in "kvq"}
 
 
 def test_a_cache_alone(tmp_path: Path) -> None:
