@@ -65,7 +65,7 @@ def test_what_would_fail_after_minutes_is_refused_at_once(options: dict[str, Any
         ("learning_rate: 1", "learning_rate", 1.0),
         ("learning_rates: 1e-5", "learning_rates", [1e-5]),
         ("learning_rates: [1e-5, 2]", "learning_rates", [1e-5, 2.0]),
-        ("skip: a", "skip", ["a"]),
+        ("skip: lm_head", "skip", ["lm_head"]),
         ("skip: [a, b]", "skip", ["a", "b"]),
         ("train_text: a.txt", "train_text", [Path("a.txt")]),
         ("calibrate: a.txt", "calibrate", Path("a.txt")),
