@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import finetune as tuning
-from aoquant.integrations import job
+from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import alias, finetune, rate_at, scored_tokens
 from aoquant.integrations.job.models import convert
 from aoquant.integrations.job.training import PRESETS, best_rate, freeze, hold_out, validation_loss
@@ -149,6 +149,13 @@ def test_training_ends_when_it_is_enough_and_goes_on_from_there(
     again = llama("int4-g32")
     assert tune(again, 40, enough=lambda _: True, checkpoints=tmp_path) == losses
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_is_written_at_the_end_where_none_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(finetune_checkpoints.Checkpoints, "save", lambda self, step: saved.append(step))
+    tune(llama(), 2, checkpoints=tmp_path)
+    assert saved == [2]
 
 
 def test_validation_blocks_are_the_last_and_are_not_trained_on() -> None:
