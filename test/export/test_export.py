@@ -8,6 +8,7 @@ import importlib
 import shutil
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
 from aoquant import Int4WeightConfig, PackedWeightConfig, QATConfig, cli, export, quantize_, save_pretrained
 from aoquant.export import filled_folder, hf_folder
 from aoquant.export.contents import values
+from aoquant.export.source import of_checkpoint
 from aoquant.export.targets import Stored
 from aoquant.export.weights import Weight
 from aoquant.integrations.hf import load_pretrained
@@ -70,6 +72,8 @@ def test_an_interrupted_export_continues(saved: Path, tmp_path: Path, monkeypatc
         export(saved, tmp_path / "out")
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.partial").is_dir()
     assert not (tmp_path / ".out.partial" / "config.json").exists()
+    with (tmp_path / ".out.partial" / "journal").open("a") as journal:
+        journal.write('{"half of a li')  # as a kill leaves it
     export(saved, tmp_path / "out")
     assert made[:3] == list(dict.fromkeys(made))[:3] and made.count(made[0]) == 1 and made.count(made[3]) == 2
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -89,6 +93,23 @@ def test_another_export_starts_anew(saved: Path, tmp_path: Path, monkeypatch: py
     export(saved, tmp_path / "out", skip=skip)
     export(saved, tmp_path / "fresh", skip=skip)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_an_interrupted_export_is_continued_by_the_same_alone(saved: Path, tmp_path: Path) -> None:
+    source = of_checkpoint(saved)
+    copied = of_checkpoint(Path(shutil.copytree(saved, tmp_path / "copied")))
+    other = replace(source, config={**source.config, "rope_theta": 5.0})
+    same = hf_folder._identity(source, "compressed-tensors", ["a"], "5GB")
+    assert same == hf_folder._identity(of_checkpoint(saved), "compressed-tensors", ("a",), "5GB")
+    others = [
+        hf_folder._identity(copied, "compressed-tensors", ["a"], "5GB"),
+        hf_folder._identity(other, "compressed-tensors", ["a"], "5GB"),
+        hf_folder._identity(source, "modelopt", ["a"], "5GB"),
+        hf_folder._identity(source, "compressed-tensors", ["b"], "5GB"),
+        hf_folder._identity(source, "compressed-tensors", ["a"], "4GB"),
+    ]
+    assert same not in others
+    assert hf_folder._identity(replace(source, folder=None), "modelopt", [], "5GB") is None  # values have no name
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])

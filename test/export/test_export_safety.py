@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from support.export_cases import byte_level, converted, llama
 from support.killed import killed, operations
 
 from aoquant import PackedWeightConfig, cli, convert_checkpoint, load_pretrained, save_pretrained
-from aoquant.export import export, filled_folder, hf_folder
+from aoquant.export import export, filled_folder, gguf_checksum, hf_folder
 from aoquant.export.contents import values
 from aoquant.export.verify import verify
 from aoquant.files import atomic, checkpoint, checksums
@@ -192,6 +194,24 @@ def test_a_flipped_bit_is_named_by_its_file(name: str, folders: dict[str, Path],
         shutil.copy(path, copied / path.name)
 
 
+def test_a_gguf_file_holds_its_crc_in_the_place_of_eight_zeros(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is read at a time: of a larger file the first piece alone holds the digits."""
+    path = Path(shutil.copy(folders["gguf"] / "model.gguf", tmp_path))
+    content = path.read_bytes()
+    (digits,) = re.findall(rb"aoquant\.crc32\x08\0{3}\x08\0{7}([0-9a-f]{8})", content)
+    assert int(digits, 16) == zlib.crc32(content.replace(digits, b"0" * 8))
+    for size in (1 << 12, len(content) - 1):
+        monkeypatch.setattr(gguf_checksum, "PIECE", size)
+        gguf_checksum.verify(path)
+        gguf_checksum.write(path)
+        assert path.read_bytes() == content
+    path.write_bytes(content.replace(b"aoquant.crc32", b"aoquant.crc00"))
+    with pytest.raises(ValueError, match=r"model\.gguf: holds no checksum"):
+        gguf_checksum.verify(path)
+
+
 def test_vllm_reads_exports_by_itself(folders: dict[str, Path]) -> None:
     """Checksums alone do not make a folder aoquant's own checkpoint, which the plugin for vLLM reads."""
     from aoquant.integrations.vllm_plugin import is_ours
@@ -216,6 +236,19 @@ def test_the_command_verifies(folders: dict[str, Path], tmp_path: Path, capsys: 
     with pytest.raises(SystemExit):
         cli.main(["verify", str(tmp_path / "float")])
     assert "holds no checksums" in capsys.readouterr().err
+
+
+def test_what_was_verified_is_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, folder in folders.items():
+        files = list(folder.glob("*.safetensors"))
+        tensors = sum(len(header(path).tensors) for path in files)
+        numbers = [1] if name == "gguf" else [tensors, len(files)]
+        assert [int(n) for n in re.findall(r"\d+", verify(folder).removeprefix(str(folder)))][: len(numbers)] == numbers
+    run = tmp_path / "run"
+    shutil.copytree(folders["modelopt-checkpoint"], run / "checkpoint")
+    assert verify(run).startswith(str(run / "checkpoint"))
+    with pytest.raises(ValueError, match=r"model\.gguf"):
+        verify(folders["gguf"] / "model.gguf")
 
 
 def test_a_name_too_long_for_a_file_is_refused(tmp_path: Path) -> None:

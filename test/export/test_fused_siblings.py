@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, convert_checkpoint, export, load_pretrained, quantize_
 from aoquant.experts.packed_experts import PackedExperts
+from aoquant.export.fused_checks import warn_mixed
 from aoquant.linear.tensor import same_bits
 from aoquant.planning.fused import share_outer_scales, siblings
 from aoquant.recipes import get_recipe
@@ -183,6 +185,23 @@ def test_learned_activation_scales_of_siblings_are_checked(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn: .*activation scale"):
         export(trained("learned"), tmp_path / "refused")
     export(trained("static"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("schemes", "mixed"),
+    [
+        ({"q": "a", "k": "a", "v": "a"}, False),
+        ({}, False),
+        ({"q": "a", "k": "a", "v": "b"}, True),
+        ({"q": "a", "k": "a"}, True),  # v stays float
+        ({"o": "a"}, False),
+    ],
+)
+def test_siblings_of_several_schemes_are_named_and_others_are_not(schemes: dict[str, str], mixed: bool) -> None:
+    names = {of: f"layers.3.attn.{of}_proj" for of in "qkvo"}
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        warn_mixed(names.values(), {names[of]: scheme for of, scheme in schemes.items()})
+    assert [("layers.3.attn.{q_proj, k_proj, v_proj}" in str(w.message)) for w in caught] == [True] * mixed
 
 
 # ---- groups that are given by name

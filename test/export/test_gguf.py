@@ -19,33 +19,25 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from support.export_cases import byte_level, converted, llama, packed
 from support.models import IDS, SMALL
-from tokenizers import Tokenizer, decoders, models, normalizers
+from support.models import NARROW as NARROW_LLAMA
+from support.models import llama as plain_llama
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, export, load_pretrained, quantize_, save_pretrained
-from aoquant.export import gguf_arch, gguf_limits, gguf_tokenizer
-
-
-def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback, as Llama 2, Gemma and the first Mistral have."""
-    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz,12"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(64)), *letters, "th", "the", "▁the"]
-    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
-    made = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+from aoquant.export import ggml_types, gguf_arch, gguf_file, gguf_limits
+from aoquant.export.targets import Unfit
+from aoquant.formats import get_format
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -82,6 +74,57 @@ def test_values_in_the_file_are_the_trained_ones(name: str, type: Type, tmp_path
                 assert torch.equal(values, weight.weight_format.operand(e, torch.float32))
             else:
                 assert torch.equal(values, weight.dequantize(torch.float32))
+
+
+def block_values(name: str, w: torch.Tensor) -> tuple[Type, torch.Tensor, torch.Tensor]:
+    """The ggml type of a weight in a format, what gguf's own decoder reads of its blocks, and our values."""
+    format = get_format(name)
+    p = PackedTensor.from_encoded(format.encode(w), LinearRecipe(None, format), torch.float32)
+    stored = ggml_types.store(p)
+    read = gguf.quants.dequantize(stored.tensors["weight"].numpy(), stored.scheme)
+    return stored.scheme, torch.from_numpy(read), p.dequantize(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "type"),
+    [
+        ("intx4-row-sfloat16", Type.Q4_0),
+        ("intx4-g64-sfloat16", Type.Q4_0),
+        ("intx8-row-sfloat16", Type.Q8_0),
+        ("intx8-row-sfloat32", Type.Q8_0),
+        ("int8-row", Type.Q8_0),
+        ("intx4-g32-asym", Type.Q4_1),
+        ("intx4-g64-asym-sfloat32", Type.Q4_1),
+        ("intx4-row-asym-sfloat16", Type.Q4_1),
+    ],
+)
+def test_scales_of_rows_and_zero_points_become_those_of_blocks(name: str, type: Type) -> None:
+    """Values whose scales are powers of two, so that scales and minima are float16 numbers."""
+    step = torch.tensor([[0.25], [1.0], [2.0], [0.5]])
+    if "x4" in name:
+        shift = torch.tensor([[0.0], [3.0], [11.0], [15.0]]) if "asym" in name else 8.0
+        w = (torch.arange(128) % 16 - shift) * step
+    else:
+        w = (torch.arange(128) * 2 - 127.0).expand(4, 128) * step
+        w[:, 0] = 127.5 * step[:, 0]
+    found, read, wanted = block_values(name, w)
+    assert found == type and torch.equal(read, wanted) and wanted.unique().numel() > 16
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "said"),
+    [
+        ("intx4-g16", 128, "intx4-g16"),
+        ("intx3-g32", 128, "intx3-g32"),
+        ("int8-tensor", 128, "holds int8-tensor"),
+        ("intx4-row-sfloat16", 48, "K = 48"),
+        ("nvfp4", 96, "K = 96"),
+        ("hadamard32-inverse+q4_0", 128, "hadamard32"),
+    ],
+)
+def test_no_block_holds_other_groups_and_parts_of_blocks(name: str, k: int, said: str) -> None:
+    with pytest.raises(Unfit, match=said):
+        block_values(name, torch.randn(4, k))
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -139,43 +182,31 @@ def test_a_checkpoint_folder_gives_the_same_file(tmp_path: Path) -> None:
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_tokenizers(tmp_path: Path) -> None:
-    model = converted(PackedWeightConfig("q4_0"))
-    for name, tokenizer in (("bytes", byte_level()), ("pieces", sentencepiece_like())):
-        path = export(model, tmp_path / name, "gguf", tokenizer)
-        fields = gguf.GGUFReader(path).fields
-        tokens = fields["tokenizer.ggml.tokens"].contents()
-        assert len(tokens) == 128 and all(tokens[i] == t for t, i in tokenizer.get_vocab().items())
-        if name == "bytes":
-            assert [fields[f"tokenizer.ggml.{key}"].contents() for key in ("model", "pre")] == ["gpt2", "gpt-2"]
-            assert fields["tokenizer.ggml.merges"].contents() == ["t h", "th e", "Ġ q"]
-            assert "messages" in fields["tokenizer.chat_template"].contents()
-            again = AutoTokenizer.from_pretrained(tmp_path / name, gguf_file="model.gguf")
-            ids = [t.encode("the q", add_special_tokens=False) for t in (again, tokenizer)]
-            assert ids[0] == ids[1]
-        else:
-            assert fields["tokenizer.ggml.model"].contents() == "llama"
-            scores = dict(zip(tokens, fields["tokenizer.ggml.scores"].contents(), strict=True))
-            assert scores["th"] > scores["the"] > scores["▁the"] > scores["a"]
-            types = dict(zip(tokens, fields["tokenizer.ggml.token_type"].contents(), strict=True))
-            assert (types["<unk>"], types["<s>"], types["<0x00>"], types["a"]) == (2, 3, 6, 1)
-            assert fields["tokenizer.ggml.add_space_prefix"].contents() is True
+def test_layers_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    model = plain_llama(num_hidden_layers=11, attention_bias=False, **NARROW_LLAMA)
+    quantize_(model, PackedWeightConfig("q8_0"))
+    reader = gguf.GGUFReader(export(model, tmp_path / "out", "gguf", byte_level()))
+    layers = [int(t.name.split(".")[1]) for t in reader.tensors if t.name.endswith(".attn_q.weight")]
+    assert layers == list(range(11))
+    general = {name: reader.fields[f"general.{name}"].contents() for name in ("file_type", "quantization_version")}
+    assert general == {"file_type": gguf.LlamaFileType.MOSTLY_Q8_0, "quantization_version": gguf.GGML_QUANT_VERSION}
 
 
 @pytest.mark.parametrize(
-    ("regex", "name"),
+    ("layers", "kind"),
     [
-        (r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+", "llama-bpe"),
-        (r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+", "qwen2"),
-        (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*|\p{N}", "tekken"),
+        ({"attn_q": Type.Q4_0, "ffn_up": Type.Q8_0}, "MOSTLY_Q8_0"),
+        ({"attn_q": Type.Q4_0, "attn_k": Type.Q4_0, "attn_v": Type.Q4_0, "ffn_up": Type.Q8_0}, "MOSTLY_Q4_0"),
+        ({"attn_q": Type.MXFP4, "ffn_up": Type.BF16}, "MOSTLY_MXFP4_MOE"),
+        ({"attn_q": Type.NVFP4}, "MOSTLY_NVFP4"),
+        ({"attn_q": Type.Q4_1}, "MOSTLY_Q4_1"),
     ],
 )
-def test_the_split_names_the_tokenizer(regex: str, name: str) -> None:
-    split = {"type": "Split", "pattern": {"Regex": regex}}
-    steps = [split, {"type": "ByteLevel", "use_regex": False}]
-    assert gguf_tokenizer.split_name({"type": "Sequence", "pretokenizers": steps}) == name
-    with pytest.raises(ValueError, match="not known here"):
-        gguf_tokenizer.split_name({"type": "Split", "pattern": {"Regex": r"\d+"}})
+def test_the_files_type_is_that_of_most_bytes_of_the_layers(layers: dict[str, Type], kind: str) -> None:
+    entries = [gguf_file._Entry("token_embd.weight", "", "", (4096, 64), Type.Q8_0)]
+    entries += [gguf_file._Entry(f"blk.0.{name}.weight", "", "", (64, 64), type) for name, type in layers.items()]
+    assert gguf_file._file_type(entries) == gguf.LlamaFileType[kind]
+    assert gguf_file._file_type(entries[:1]) == gguf.LlamaFileType.MOSTLY_Q8_0  # an embedding alone
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -264,12 +295,52 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_field(kind: Any, more: 
 
 
 def metadata(kind: Any, **more: Any) -> dict[str, Any]:
+    return written(config(kind, **more))
+
+
+def written(content: dict[str, Any]) -> dict[str, Any]:
     """The keys of the file, without the architecture's name."""
-    content = config(kind, **more)
     found = gguf_arch.find(content)
     writer = gguf.GGUFWriter(None, found.name)
     gguf_arch.add_metadata(writer, found, content)
     return {name.partition(".")[2]: v.value for name, v in writer.kv_data[0].items()}
+
+
+def test_sizes_are_those_of_the_config() -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6}
+    wanted = {
+        "architecture": "llama",
+        "block_count": 3,
+        "context_length": 72,
+        "embedding_length": 96,
+        "feed_forward_length": 160,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 3,
+        "attention.layer_norm_rms_epsilon": 3e-4,
+        "attention.key_length": 48,
+        "attention.value_length": 48,
+        "rope.dimension_count": 48,
+        "rope.freq_base": 5e5,
+        "vocab_size": 200,
+    }
+    more = {"num_key_value_heads": 3, "max_position_embeddings": 72, "vocab_size": 200, "rms_norm_eps": 3e-4}
+    rope = {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}
+    assert metadata(LlamaConfig, **sizes, **more, **rope, head_dim=48) == wanted
+    content = config(LlamaConfig, **sizes, **more) | {"rope_theta": 5e5}  # as older releases of transformers wrote it
+    for name in ("rope_parameters", "head_dim", "num_key_value_heads"):
+        content.pop(name)
+    assert written(content) == wanted | {
+        "attention.head_count_kv": 6,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "rope.dimension_count": 16,
+    }
+
+
+def test_caps_are_those_of_the_config() -> None:
+    keys = metadata(Gemma2Config, **GEMMA, attn_logit_softcapping=40.0, final_logit_softcapping=20.0)
+    assert (keys["attn_logit_softcapping"], keys["final_logit_softcapping"]) == (40.0, 20.0)
+    assert not [key for key in metadata(Gemma3TextConfig, **GEMMA) if "softcapping" in key]
 
 
 def test_windows_and_rotations_that_gguf_has_keys_for_are_written() -> None:
@@ -350,4 +421,5 @@ def test_a_window_that_llama_cpp_does_not_know_bounds_the_context(kind: Any, mor
     with pytest.warns(UserWarning, match="the file's context length is the window, 4 of 64 tokens"):
         assert metadata(kind, **more, sliding_window=4)["context_length"] == 4
     assert metadata(kind, **more, sliding_window=64)["context_length"] == 64
-    assert metadata(LlamaConfig)["context_length"] == 64
+    for other, sizes in ((LlamaConfig, {}), (Gemma2Config, GEMMA), (Gemma3TextConfig, GEMMA)):  # which it computes
+        assert metadata(other, **sizes)["context_length"] == 64

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchao.quantization import FqnToConfig
 
 from aoquant import PackedWeightConfig, export
 from aoquant.export.compressed import store
-from aoquant.export.targets import Stored, Unfit
+from aoquant.export.targets import Stored, Unfit, power_of_two
 from aoquant.formats import get_format
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
@@ -31,6 +32,7 @@ PAIRS = [
     ("intx8-row", ""),
     ("int8-row", "int8-row-vllm"),
     ("intx4-g128", "int8-row-vllm"),
+    ("intx8-row-asym", "int8-row-vllm"),
     ("fp8-row", ""),
     ("fp8-row", "fp8-row-vllm"),
     ("fp8-tensor", "fp8-tensor-static:0.02"),
@@ -40,6 +42,18 @@ PAIRS = [
     ("nvfp4-pow2", ""),
     ("nvfp4-pow2", "nvfp4-static:0.00390625"),
 ]
+
+
+WEIGHTS = PackedWeightConfig("intx4-g32", contract="dequantize")
+WEIGHTS_ASYM = PackedWeightConfig("intx4-g32-asym", contract="dequantize")
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [([0.5, 2.0**-120, 1.0, 4.0], True), ([1.0, 3.0], False), ([-2.0], False), ([0.0], False), ([torch.inf], False)],
+)
+def test_powers_of_two_are_told_apart(values: list[float], found: bool) -> None:
+    assert power_of_two(torch.tensor(values)) == found
 
 
 def test_static_inputs_are_stored_by_their_scale() -> None:
@@ -98,7 +112,9 @@ def test_modelopt(config: PackedWeightConfig, algorithm: str, tmp_path: Path) ->
     out = export(model, tmp_path / "out", "modelopt")
     said, also = told(out), json.loads((out / "hf_quant_config.json").read_text())["quantization"]
     assert (said["quant_method"], said["quant_algo"], also["quant_algo"]) == ("modelopt", algorithm, algorithm)
-    assert said["exclude_modules"] == also["exclude_modules"] == ["lm_head"]
+    facts = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    facts |= {"group_size": 16} if "NVFP4" in algorithm else {}
+    assert also == facts and said | facts | {"ignore": ["lm_head"]} == said
     stored = load_file(out / "model.safetensors")
     for name, w in packed(model).items():
         codes, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
@@ -112,6 +128,36 @@ def test_modelopt(config: PackedWeightConfig, algorithm: str, tmp_path: Path) ->
         assert (f"{name}.input_scale" in stored) == (inputs is not None)
         if inputs is not None:
             assert stored[f"{name}.input_scale"].item() == torch.tensor(inputs).item()
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "groups", "dequantize"),
+    [
+        ("intx4-g32", "pack-quantized", [["Linear"]], None),
+        ("intx4-g32-asym", "pack-quantized", [["Linear"]], True),
+        ("fp8-row", "naive-quantized", [["Linear"]], None),
+        (
+            FqnToConfig(
+                {"re:.*o_proj": WEIGHTS_ASYM, "re:.*[qk]_proj": None, "re:.*v_proj": None, "_default": WEIGHTS}
+            ),
+            "pack-quantized",
+            [[f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)], None],
+            None,
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_config_of_compressed_tensors(
+    config: Any, layout: str, groups: list[Any], dequantize: bool | None, tmp_path: Path
+) -> None:
+    said = told(export(converted(config), tmp_path / "out"))
+    assert (said["quant_method"], said["quantization_status"]) == ("compressed-tensors", "compressed")
+    assert said["format"] == layout and said.get("dequantize") == dequantize
+    assert said["version"] == version("compressed-tensors")
+    targets = [group["targets"] for group in said["config_groups"].values()]
+    assert len(targets) == len(groups) and all(wanted in (None, t) for t, wanted in zip(targets, groups, strict=True))
+    left = [f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkv"] if len(groups) > 1 else []
+    assert sorted(said["ignore"]) == sorted(["lm_head", *left])
 
 
 def test_modelopt_refuses_two_algorithms_and_other_formats(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
+    QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
@@ -24,7 +25,12 @@ from support.models import IDS, logits
 from torch import nn
 
 from aoquant import AoquantWarning, PackedWeightConfig, export, load_pretrained, unpack_
-from aoquant.linear.tensor import same_bits
+from aoquant.export import reading
+from aoquant.export.compressed import store
+from aoquant.export.targets import Stored
+from aoquant.formats import get_format, get_operand
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.tensor import PackedTensor, same_bits
 
 PAIRS = [
     ("intx4-g128", None),
@@ -55,6 +61,120 @@ def test_reading_gives_the_same_packed_tensors(weight: str, activation: str | No
         else:
             assert same_bits(w, before)
     assert torch.equal(logits(again), logits(model))
+
+
+def stored(weight: str, activation: str | None = None, k: int = 96) -> tuple[PackedTensor, Stored]:
+    """A weight (64, k), and how compressed-tensors stores it."""
+    format, x = get_format(weight), get_operand(activation) if activation else None
+    recipe = LinearRecipe(x, format, "aoquant" if activation else "dequantize")
+    p = PackedTensor.from_encoded(format.encode(torch.randn(64, k).bfloat16()), recipe, torch.bfloat16)
+    return p, store(p)
+
+
+def read_back(scheme: Any, parts: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> PackedTensor:
+    return reading._packed("layer", scheme, parts, dtype)
+
+
+@pytest.mark.parametrize("zero", ["", "-asym"])
+@pytest.mark.parametrize("per", ["row", "g32"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_integers_of_every_width_are_read_as_they_were_stored(bits: int, per: str, zero: str) -> None:
+    p, made = stored(f"intx{bits}-{per}{zero}", k=98 if per == "row" else 96)  # 98: the last word is not full
+    again = read_back(made.scheme, made.tensors)
+    assert same_bits(again, p) and again.qdata.is_contiguous()
+
+
+@pytest.mark.parametrize("weight", ["fp8-row", "fp8-tensor", "fp8-32x32", "mxfp4-even", "mxfp8", "nvfp4-pow2"])
+def test_floats_are_read_as_they_were_stored(weight: str) -> None:
+    p, made = stored(weight)
+    again = read_back(made.scheme, made.tensors)
+    assert torch.equal(again.dequantize(), p.dequantize())
+    assert again.qdata.dtype == p.qdata.dtype and torch.equal(again.qdata.view(torch.uint8), p.qdata.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [
+        ("intx4-g32", "int8-row-vllm"),
+        ("intx4-g32", "fp8-row-vllm"),
+        ("intx8-row-asym", "int8-row-vllm"),
+        ("intx8-g32-asym", "int8-row-vllm"),
+        ("int8-row", "int8-tensor-static:0.5"),
+        ("fp8-row", "fp8-tensor-static:0.5"),
+        ("fp8-32x32", "fp8-1x128"),
+        ("mxfp4-even", "mxfp8"),
+        ("mxfp8", "mxfp4-even"),
+        ("nvfp4-pow2", "nvfp4-static:0.25"),
+    ],
+)
+def test_layers_with_activations_are_read_as_they_were_stored(weight: str, activation: str) -> None:
+    p, made = stored(weight, activation, 128)
+    again = read_back(made.scheme, made.tensors)
+    assert again.activation == p.activation and torch.equal(again.dequantize(), p.dequantize())
+
+
+STATIC, TOKEN = {"strategy": "tensor", "dynamic": False}, {"strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"num_bits": 8, "type": "int", **STATIC},  # without a stored scale
+        {"num_bits": 4, "type": "int", **STATIC},
+        {"num_bits": 8, "type": "int", **TOKEN, "symmetric": False},
+        {"num_bits": 4, "type": "int", **TOKEN},
+        {"num_bits": 4, "type": "float", **TOKEN},
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64, "dynamic": True},
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
+        {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "dynamic": True},
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+    ],
+)
+def test_activations_of_no_format_are_refused(inputs: dict[str, Any]) -> None:
+    _, made = stored("intx4-g32")
+    scheme = made.scheme.model_copy(update={"input_activations": QuantizationArgs(**inputs)})
+    with pytest.raises(ValueError, match=f"layer: .*activations of {inputs['num_bits']} bits"):
+        read_back(scheme, made.tensors)
+
+
+def changed(name: str, change: Any) -> Any:
+    return lambda parts: {**parts, name: change(parts[name])}
+
+
+@pytest.mark.parametrize(
+    ("weight", "change", "said"),
+    [
+        ("intx4-g32", changed("weight_packed", lambda t: t[:, 1:]), "weight_packed"),
+        ("intx4-g32", changed("weight_packed", lambda t: t[1:]), "weight_packed"),
+        ("intx4-g32", changed("weight_packed", lambda t: t.long()), "weight_packed"),
+        ("intx4-g32", changed("weight_shape", lambda t: t * 2), "weight_packed"),
+        ("intx4-g32-asym", changed("weight_zero_point", lambda t: torch.cat((t, t))), "weight_zero_point"),
+        ("intx4-g32", changed("weight_scale", lambda t: t.float() * 1.001), None),
+        ("intx4-g32", changed("weight_scale", lambda t: (t.float() * 1.001).half()), "scales"),
+        ("intx4-g32", lambda parts: {**parts, "weight_g_idx": torch.arange(96)}, "weight_g_idx"),
+    ],
+)
+def test_parts_that_do_not_fit_their_scheme_are_refused(weight: str, change: Any, said: str | None) -> None:
+    _, made = stored(weight)
+    if said is None:  # float32 scales stay what they are
+        parts = change(made.tensors)
+        scale = read_back(made.scheme, parts).scale
+        assert scale is not None and torch.equal(scale, parts["weight_scale"])
+    else:
+        with pytest.raises(ValueError, match=f"layer: .*{said}"):
+            read_back(made.scheme, change(made.tensors))
+
+
+def test_plain_integers_are_within_their_bits() -> None:
+    """Codes that no packing bounds, as int-quantized stores them: num_bits says how large they may be."""
+    args = QuantizationArgs(num_bits=4, type="int", strategy="channel", symmetric=True)
+    scheme, scale = QuantizationScheme(targets=["Linear"], weights=args), torch.tensor([[0.5], [2.0]])
+    codes = torch.tensor([[7, -8] * 16, [0, -1] * 16], dtype=torch.int8)
+    read = read_back(scheme, {"weight": codes, "weight_scale": scale}, torch.float32)
+    assert read.format == "intx4-row" and torch.equal(read.dequantize(), codes * scale)
+    for wrong in (codes.where(codes != 7, 8), codes.where(codes != -8, -9), codes.int()):
+        with pytest.raises(ValueError, match="4 bits"):
+            read_back(scheme, {"weight": wrong, "weight_scale": scale}, torch.float32)
 
 
 @pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "MXFP4A16"])

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from support.export_cases import byte_level, converted, llama, load_elsewhere, packed, write_expected
 from support.models import IDS, logits
+from transformers import AutoModelForCausalLM, StableLmConfig
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, explain, export, load_pretrained, quantize_
 from aoquant.recipes import get_recipe
@@ -227,3 +228,15 @@ def test_advised_formats_take_the_layer_and_advised_trainings_fit(
         quantize_(advised, get_recipe(name).prepare())
         quantize_(advised, QATConfig(step="convert"))
         export(advised, tmp_path / name.replace("/", "_"), format, byte_level())
+
+
+def test_formats_are_advised_for_the_models_that_they_hold(tmp_path: Path) -> None:
+    """llama.cpp's architectures are asked for gguf alone."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 128}
+    made = StableLmConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    for weight, format, others in (("fp8-row", "gguf", {"compressed-tensors"}), ("q4_0", "compressed-tensors", set())):
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval()
+        quantize_(model, PackedWeightConfig(weight, contract="dequantize"))
+        with pytest.raises(ValueError, match="StableLmForCausalLM" if format == "gguf" else "do not fit") as caught:
+            export(model, tmp_path / "out", format, byte_level())
+        assert set(re.findall(r"format='([\w-]+)'", str(caught.value))) == others

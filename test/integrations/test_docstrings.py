@@ -33,6 +33,24 @@ def test_prose_is_sentences() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("One two three four five six.", True),
+        ("One two three four five.", False),
+        ("One two three four five six:", True),
+        ("One two three four five six;", False),
+        ("One two three four five. six", False),
+        ("one two Three four five six.", False),
+        ("One two three four\n* five six.", False),
+        ("One two three four\n| five six.", False),
+        ("\tOne two three four five six.", False),
+    ],
+)
+def test_a_sentence_has_six_words_a_capital_and_a_stop(text: str, kept: bool) -> None:
+    assert d.prose(text) == (text if kept else "")
+
+
 def test_every_module_is_there_and_held_out_text_is_of_other_modules() -> None:
     assert len(set(d.TRAIN) | set(d.HELD_OUT)) == len(d.TRAIN) + len(d.HELD_OUT)
     train, held_out = d.standard_library(d.TRAIN), d.standard_library(d.HELD_OUT)

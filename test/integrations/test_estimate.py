@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.integrations import job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.job import needs
+from aoquant.integrations.launched import Ranks
 from aoquant.integrations.text import assets
 
 SIZES: dict[str, Any] = {
@@ -122,3 +125,48 @@ def test_a_large_batch_or_window_is_what_does_not_fit() -> None:
 
 def test_memory_that_is_free_is_a_part_of_the_machine() -> None:
     assert 0 < needs.free_memory("cpu") < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free"),
+    [("max", "100", 1000), ("600", "100", 500), ("5000", "100", 1000), ("600", None, 1000), (None, None, 1000)],
+)
+def test_memory_that_is_free_is_within_the_cgroup(
+    limit: str | None, used: str | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in (("memory.max", limit), ("memory.current", used)):
+        if content is not None:
+            (tmp_path / name).write_text(f"{content}\n")
+    monkeypatch.setattr(needs, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(needs.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert needs.free_memory("cpu") == free
+
+
+def test_a_run_may_need_all_that_is_free_and_no_more() -> None:
+    found = needs.Estimate("training", {"float model": 3, "loss": 4}, 7, 1.0)
+    assert found.needed == 7
+    found.check()
+    with pytest.raises(ValueError, match="--micro-batch"):
+        dataclasses.replace(found, available=6).check()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7170, "120 min"), (7200, "2.0 h")]
+)
+def test_seconds_are_said_in_a_unit_that_fits(seconds: float, said: str) -> None:
+    assert needs._duration(seconds) == said
+
+
+@pytest.mark.parametrize(("found", "rank", "said"), [("1 GB", 0, "1 GB\n"), (None, 0, ""), ("1 GB", 1, "")])
+def test_the_estimate_is_said_once_and_before_anything_is_loaded(
+    found: str | None, rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "fitting", lambda o, ranks: found)
+    monkeypatch.setattr(job, "load_float", stop)
+    folder: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        job._stages(job.Options(device="cpu"), folder, Ranks(rank, 2))
+    assert capsys.readouterr().err == said

@@ -27,6 +27,7 @@ from transformers import (
 
 import aoquant
 from aoquant import AoquantWarning, Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_
+from aoquant.integrations import hf_quantizer
 from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.linear.prepared import QATLayer
 from aoquant.recipes import get_recipe
@@ -89,9 +90,11 @@ def test_transformers_trainer_trains_it(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(model(IDS).logits, y)
 
 
+@pytest.mark.parametrize("emulated", [True, False])  # where the package fp_quant is missing, both are ours
 @pytest.mark.parametrize("master", [True, False], ids=["trains", "packed"])
-def test_fp_quant_on_a_cpu(master: bool, folder: Path) -> None:
-    config = FPQuantConfig(forward_dtype="mxfp4", store_master_weights=master, pseudoquantization=True)
+def test_fp_quant_on_a_cpu(master: bool, emulated: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_quantizer, "is_fp_quant_available", lambda: False)
+    config = FPQuantConfig(forward_dtype="mxfp4", store_master_weights=master, pseudoquantization=emulated)
     model, want = load(folder, config), load(folder)
     quantize_(want, *from_fp_quant(config))
     assert torch.equal(model(IDS).logits, want(IDS).logits)

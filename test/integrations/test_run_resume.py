@@ -224,6 +224,16 @@ def test_parameters_without_a_gradient_are_kept_too(tmp_path: Path) -> None:
     assert tune(with_unused(), tmp_path) == losses
 
 
+def test_a_lap_is_the_time_and_memory_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, resets = job.Folder(job.Options(device="cpu", out=tmp_path / "run")), list[int]()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(7))
+    folder.began -= 100
+    assert 100 <= folder.lap()[0] < 150 and folder.lap()[0] < 50 and folder.lap()[1] == 0 and resets == []
+    folder.cuda = True
+    assert folder.lap()[1] == 7 and resets == [7]
+
+
 def test_the_order_visits_every_block_before_any_twice() -> None:
     order = tuning.order_of_blocks(7, steps=5, batch=2, seed=1).flatten().tolist()
     assert sorted(order[:7]) == list(range(7)) and len(set(order[7:])) == 3

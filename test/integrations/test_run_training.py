@@ -18,11 +18,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import finetune as tuning
-from aoquant.integrations import job
-from aoquant.integrations.finetune import alias, finetune, rate_at
+from aoquant.integrations import finetune_checkpoints, job
+from aoquant.integrations.finetune import alias, finetune, rate_at, scored_tokens
 from aoquant.integrations.job.models import convert
 from aoquant.integrations.job.training import PRESETS, best_rate, freeze, hold_out, validation_loss
 from aoquant.integrations.lm_eval import Perplexity
+from aoquant.integrations.text import ONE_TEXT, Documents
 from aoquant.linear.prepared import PreparedModule
 from aoquant.recipes import list_recipes
 
@@ -79,6 +80,38 @@ def test_a_schedule_ends_at_its_final_rate() -> None:
     assert [rate_at(1.0, s, 40) for s in range(40)] == [rate_at(1.0, s, 40, 0.0) for s in range(40)]
 
 
+def test_a_schedule_warms_up_for_a_twentieth_and_falls_by_half_a_cosine() -> None:
+    rates = [rate_at(1.0, step, 105, 0.5) for step in range(106)]
+    assert rates[:7] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, rates[6]]) and rates[6] < 1.0
+    assert rates[55] == pytest.approx(0.75) and rates[5:] == sorted(rates[5:], reverse=True)
+    for steps in (100, 119):  # five steps of warm-up each
+        assert [rate_at(1.0, step, steps) for step in (3, 4)] == [0.8, 1.0]
+    assert rate_at(1.0, 0, 1) == rate_at(1.0, 0, 19) == 1.0  # a step of warm-up at least
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad", "name"),
+    [
+        (tuning.check_switch, [(0, 5), (4, 5)], [(5, 5), (-1, 5)], "fake_quant_after_n_steps"),
+        (tuning.check_batch, [(8, 4), (3, 1)], [(6, 4), (1, 2)], "batch_size"),
+        (tuning.check_block, [(64, 64), (1, 64), (65, 0)], [(65, 64)], "block"),
+    ],
+)
+def test_limits_of_a_fine_tune(check: Any, good: list[Any], bad: list[Any], name: str) -> None:
+    for values in good:
+        check(*values)
+    for values in bad:
+        with pytest.raises(ValueError, match=name):
+            check(*values)
+
+
+def test_a_loss_is_a_mean_over_the_tokens_that_it_predicts() -> None:
+    blocks = torch.tensor([[1, 2, 3, 1, 4], [1, 5, 6, 7, 1]])
+    assert scored_tokens(blocks, "kl", ONE_TEXT) == scored_tokens(blocks, "kl", Documents(unscored=1)) == 10
+    assert scored_tokens(blocks, "ce", ONE_TEXT) == 8
+    assert scored_tokens(blocks, "ce", Documents(unscored=1)) == 6  # which begins documents
+
+
 def test_fake_quantisation_begins_after_n_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen, step = list[set[bool]](), tuning.block_loss
 
@@ -116,6 +149,13 @@ def test_training_ends_when_it_is_enough_and_goes_on_from_there(
     again = llama("int4-g32")
     assert tune(again, 40, enough=lambda _: True, checkpoints=tmp_path) == losses
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_is_written_at_the_end_where_none_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(finetune_checkpoints.Checkpoints, "save", lambda self, step: saved.append(step))
+    tune(llama(), 2, checkpoints=tmp_path)
+    assert saved == [2]
 
 
 def test_validation_blocks_are_the_last_and_are_not_trained_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,22 @@ def test_a_folder_at_work_is_refused(tmp_path: Path) -> None:
     lock = teacher_cache.FileLock(tmp_path / ".lock")
     with lock, pytest.raises(ValueError, match="in use by another run"):
         cached(tmp_path)
+
+
+def test_what_the_disk_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block takes 8 k + 4 bytes for each of its 16 tokens; what is there already takes none."""
+    folder, free = tmp_path / "new" / "cache", [2 * 16 * (8 * 4 + 4) - 1]
+    monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    with pytest.raises(ValueError, match="cache: needs"):
+        cached(folder, torch.arange(2), k=4)
+    free[0] += 1
+    with pytest.raises(ValueError, match="cache: needs"):
+        cached(folder, torch.arange(3), k=4)
+    assert not list(folder.glob("*.safetensors"))
+    cached(folder, torch.arange(2), k=4)
+    cached(folder, torch.tensor([[0, 2], [3, 2]]), k=4)
+    with pytest.raises(ValueError, match="cache: needs"):
+        cached(folder, k=4)
 
 
 def ranks_fill(rank: int, folder: Path) -> None:

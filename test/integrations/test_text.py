@@ -11,7 +11,13 @@ import torch
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from aoquant.integrations.text import Documents, beginning, load_documents, token_blocks  # noqa: E402
+from aoquant.integrations.text import (  # noqa: E402
+    Documents,
+    beginning,
+    document_positions,
+    load_documents,
+    token_blocks,
+)
 
 # A blank line inside, a separator's text inside a line, a line separator that is no newline, and no ASCII.
 DOCUMENTS = ["one\n\ntwo", "not <|endoftext|> a separator", "naïve\u2028日本", "end"]
@@ -154,3 +160,15 @@ def test_bad_block_arguments_are_refused(tokenizer: Any) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             token_blocks(*given)
+
+
+@pytest.mark.parametrize(("bos", "separate"), [(True, True), (True, False), (False, True), (False, False)])
+def test_documents_begin_as_the_tokenizer_begins_them(bos: bool, separate: bool, tokenizer: Any) -> None:
+    found = Documents.of(tokenizer, bos=bos, separate=separate)
+    first = 1 if bos else None  # <bos>; without it <eos> stands between documents, and is predicted
+    assert (found.unscored, found.separator) == (first, (first or 0) if separate else None)
+
+
+def test_positions_begin_again_with_each_document_and_block() -> None:
+    ids = torch.tensor([[1, 5, 1, 1, 6, 7], [5, 6, 7, 1, 5, 6]])
+    assert document_positions(ids, 1).tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 0, 1, 2]]

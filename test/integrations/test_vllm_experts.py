@@ -212,7 +212,9 @@ def test_sync_gives_experts_in_training_in_the_tensors_that_are_there(family: st
 
 def test_float_experts_stay_vllms_own() -> None:
     config = FqnToConfig({"model.layers.0.mlp.experts.down_proj": None, "model.layers.0.mlp.gate.weight": None})
-    assert Layer(config, "mixtral", "model.layers.0.block_sparse_moe.experts").method is None
+    rest = FqnToConfig({"_default": IntxWeightConfig(4, 32)})  # of linear layers: experts are quantised by name
+    for given in (config, rest, IntxWeightConfig(4, 32)):
+        assert Layer(given, "mixtral", "model.layers.0.block_sparse_moe.experts").method is None
     assert vllm_experts.method_in_vllm(SimpleNamespace(torchao_config=config), None, "") is None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 from support import kv_models
 from torchao.quantization import FqnToConfig
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 import aoquant
 from aoquant import AoquantWarning, KVCacheConfig, PackedWeightConfig, QATConfig, calibrate, quantize_
@@ -81,6 +89,17 @@ def test_modelopt(tmp_path: Path) -> None:
     assert torch.equal(scales["model.layers.1.self_attn.q_scale"], attention.q_scale)
 
 
+def test_scales_beside_a_fused_projection_are_the_attentions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made: Any = Phi3ForCausalLM._from_config(Phi3Config(vocab_size=97, pad_token_id=0, **sizes), dtype=torch.bfloat16)
+    quantize_(made.eval(), QATConfig("vllm-nvfp4-weight", kv_cache=KVCacheConfig(query="fp8")))
+    calibrate(made, [IDS])
+    quantize_(made, QATConfig(step="convert"))
+    _, scales = written(aoquant.export(made, tmp_path / "out", format="modelopt"))
+    assert scales.keys() == {f"model.layers.0.self_attn.{of}_scale" for of in "kvq"}
+
+
 def test_a_cache_alone(tmp_path: Path) -> None:
     """Layers stay float: a scheme without groups, or nothing that a file could say."""
     made = converted(None, query="fp8")
@@ -107,6 +126,31 @@ def test_flags_and_queries_are_said(tmp_path: Path) -> None:
     assert not scales and config.get("kv_cache_scheme") is None
     with pytest.warns(AoquantWarning, match="vLLM casts queries"):
         aoquant.export(converted(), tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("config", "base", "target"),
+    [
+        ({"query": "fp8"}, "vllm-fp8", "compressed-tensors"),
+        ({"query": "fp8"}, "vllm-nvfp4-weight", "modelopt"),
+        ({"format": "nvfp4", "scale": 1.0}, "vllm-nvfp4-weight", "modelopt"),
+    ],
+)
+def test_nothing_is_said_of_a_cache_that_engines_compute(
+    config: dict[str, Any], base: str, target: str, tmp_path: Path
+) -> None:
+    made = converted(base, **config)
+    with warnings.catch_warnings(action="error", category=AoquantWarning):
+        aoquant.export(made, tmp_path / "out", format=target)
+
+
+def test_scales_of_a_cache_are_float32_whatever_the_model_is(tmp_path: Path) -> None:
+    made = converted(query="fp8")
+    for module in hook.quantised(made).values():
+        for name in [n for n in hook.SCALES if n in module._buffers]:
+            module.register_buffer(name, module.get_buffer(name).half())
+    _, scales = written(aoquant.export(made, tmp_path / "out"))
+    assert len(scales) == 6 and {t.dtype for t in scales.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
