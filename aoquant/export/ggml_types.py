@@ -54,12 +54,12 @@ def store(p: PackedTensor) -> Stored:
         Unfit: no ggml type holds the layer's numbers.
     """
     format = p.weight_format
+    if p.recipe.transform is not None:
+        raise Unfit(f"{p.format} stands behind a transform, which the file cannot carry", "train without it")
     type = next((t for t, (holds, *_) in _TYPES.items() if holds(format, p.zero_point is not None)), None)
     if type is None:
         raise Unfit(f"no ggml type holds {format.name}", _instead(format))
     rows, k = p.shape
-    if p.recipe.transform is not None:
-        raise Unfit(f"{p.format} stands behind a transform, which the file cannot carry", "train without it")
     size, width = GGML_QUANT_SIZES[type]
     if k % size:
         raise Unfit(

@@ -98,9 +98,9 @@ def _tokens(content: dict[str, Any], vocab_size: int, byte_fallback: bool) -> tu
 
 
 def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Minus the rank of the merge that makes each token; tokens that no merge makes come last."""
-    merges = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
+    """Return minus the rank of the merge that makes each token; tokens that no merge makes come last."""
+    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
-    return [-float(ranks.get(token, len(ranks))) for token in tokens]
+    return [-float(ranks.get(token, len(merges))) for token in tokens]

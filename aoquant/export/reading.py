@@ -212,7 +212,8 @@ def _integers(
     zero = parts.get("weight_zero_point")
     if zero is not None and zero.dtype == torch.int32:
         _check_width("weight_zero_point", zero, (_words(shape[0], bits), scale.shape[1]), bits)
-        zero = unpack_from_int32(zero, bits, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
+        words = zero.t().clone(memory_format=torch.contiguous_format)  # its strides are read, of one word a row, too
+        zero = unpack_from_int32(words, bits, torch.Size((scale.shape[1], shape[0]))).t()
     per = f"g{args.group_size}" if args.strategy == "group" else "row"
     if scale.dtype != torch.float32:  # as transformers loads them: into parameters of the model's dtype
         if not torch.equal(scale.to(dtype).float(), scale.float()):

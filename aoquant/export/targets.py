@@ -56,9 +56,9 @@ def symmetric(group: int) -> str:
 
 
 def power_of_two(t: Tensor) -> bool:
-    """Return whether every value is a normal power of two, by which multiplying and dividing are exact."""
-    mantissa, _ = t.float().frexp()
-    return bool(((mantissa == 0.5) & (t > 0)).all())
+    """Return whether every value and its reciprocal are normal powers of two: multiplying by either is exact."""
+    mantissa, exponent = t.float().frexp()
+    return bool(((mantissa == 0.5) & (exponent - 1 >= -126) & (exponent - 1 <= 126)).all())
 
 
 def one_outer(p: PackedTensor, holder: str, instead: str) -> Tensor:

@@ -105,14 +105,14 @@ def test_added_tokens_and_rows_without_a_token_have_types_of_their_own(tmp_path:
     assert keys["merges"] == ["a b"] and "scores" not in keys and "add_space_prefix" not in keys
 
 
-@pytest.mark.parametrize("merges", [["a b", "ab a", "a ba"], [["a", "b"], ["ab", "a"], ["a", "ba"]]])
+@pytest.mark.parametrize("merges", [["a b", "ab a", "a ba", "b b"], [["a", "b"], ["ab", "a"], ["a", "ba"], ["b", "b"]]])
 def test_scores_are_the_ranks_of_merges(merges: Any, tmp_path: Path) -> None:
     """A token that several merges make has the rank of the first; one that no merge makes comes last."""
-    vocab = {"a": 0, "b": 1, "ab": 2, "aba": 3, "ba": 4}
+    vocab = {"a": 0, "b": 1, "ab": 2, "aba": 3, "ba": 4, "bb": 5}
     model = {"type": "BPE", "byte_fallback": True, "vocab": vocab, "merges": merges}
-    keys = written({"model": model, "normalizer": {"type": "Replace"}}, 5, tmp_path)
-    a, b, ab, aba, ba = keys["scores"]
-    assert (ab, aba) == (0.0, -1.0) and a == b == ba < aba and keys["add_space_prefix"] is False
+    keys = written({"model": model, "normalizer": {"type": "Replace"}}, 6, tmp_path)
+    a, b, ab, aba, ba, bb = keys["scores"]
+    assert (ab, aba, bb) == (0.0, -1.0, -3.0) and a == b == ba < bb and keys["add_space_prefix"] is False
     assert (keys["model"], keys["pre"]) == ("llama", "default") and "merges" not in keys
 
 

@@ -50,7 +50,10 @@ WEIGHTS_ASYM = PackedWeightConfig("intx4-g32-asym", contract="dequantize")
 
 @pytest.mark.parametrize(
     ("values", "found"),
-    [([0.5, 2.0**-120, 1.0, 4.0], True), ([1.0, 3.0], False), ([-2.0], False), ([0.0], False), ([torch.inf], False)],
+    [
+        *(([0.5, 2.0**e, 1.0], -126 <= e <= 126) for e in (-149, -127, -126, 126, 127)),
+        *((values, False) for values in ([1.0, 3.0], [-2.0], [0.0], [torch.inf], [torch.nan])),
+    ],
 )
 def test_powers_of_two_are_told_apart(values: list[float], found: bool) -> None:
     assert power_of_two(torch.tensor(values)) == found

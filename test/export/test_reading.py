@@ -63,11 +63,11 @@ def test_reading_gives_the_same_packed_tensors(weight: str, activation: str | No
     assert torch.equal(logits(again), logits(model))
 
 
-def stored(weight: str, activation: str | None = None, k: int = 96) -> tuple[PackedTensor, Stored]:
-    """A weight (64, k), and how compressed-tensors stores it."""
+def stored(weight: str, activation: str | None = None, k: int = 96, n: int = 64) -> tuple[PackedTensor, Stored]:
+    """A weight (n, k), and how compressed-tensors stores it."""
     format, x = get_format(weight), get_operand(activation) if activation else None
     recipe = LinearRecipe(x, format, "aoquant" if activation else "dequantize")
-    p = PackedTensor.from_encoded(format.encode(torch.randn(64, k).bfloat16()), recipe, torch.bfloat16)
+    p = PackedTensor.from_encoded(format.encode(torch.randn(n, k).bfloat16()), recipe, torch.bfloat16)
     return p, store(p)
 
 
@@ -75,11 +75,12 @@ def read_back(scheme: Any, parts: dict[str, torch.Tensor], dtype: torch.dtype = 
     return reading._packed("layer", scheme, parts, dtype)
 
 
+@pytest.mark.parametrize("n", [64, 4])  # 4: their zero points take one word
 @pytest.mark.parametrize("zero", ["", "-asym"])
 @pytest.mark.parametrize("per", ["row", "g32"])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_integers_of_every_width_are_read_as_they_were_stored(bits: int, per: str, zero: str) -> None:
-    p, made = stored(f"intx{bits}-{per}{zero}", k=98 if per == "row" else 96)  # 98: the last word is not full
+def test_integers_of_every_width_are_read_as_they_were_stored(bits: int, per: str, zero: str, n: int) -> None:
+    p, made = stored(f"intx{bits}-{per}{zero}", k=98 if per == "row" else 96, n=n)  # 98: the last word is not full
     again = read_back(made.scheme, made.tensors)
     assert same_bits(again, p) and again.qdata.is_contiguous()
 

@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 def measure(workers: int, path: Path, files: Sequence[str]) -> None:
     """Run the CPU tests, or those of some files alone, and write the map of the tests that pass."""
-    known = [t for t in read(path) if t.name.partition("::")[0] not in files] if files else []
+    known = [t for t in read(path) if t.name.partition("::")[0] not in files] if files and path.exists() else []
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         Path(folder, "sitecustomize.py").write_text("from tools.mutation import ran\nran.trace_process()\n")
         places = os.pathsep.join((str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH")])))
