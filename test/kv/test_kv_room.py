@@ -1,6 +1,7 @@
 """Caches of bytes that grow in place: whatever is done to one between two steps, it holds the tokens it was given."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -194,6 +195,11 @@ def test_bytes_are_decoded_by_any_operation() -> None:
     assert torch.equal(torch.nn.functional.linear(held, torch.eye(16).bfloat16()), values)
 
 
+def bare_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give transformers' table of attention functions its own look-up, which earlier tests may have wrapped."""
+    monkeypatch.setattr(AttentionInterface, "get_interface", inspect.unwrap(AttentionInterface.get_interface))
+
+
 def kernel(monkeypatch: pytest.MonkeyPatch, made: Any) -> list[int]:
     """Let a kernel attend to bytes of any format, as on a GPU; return the numbers of tokens that it attends to."""
     tokens, module = [], made.model.layers[0].self_attn
@@ -223,6 +229,7 @@ def test_models_whose_attention_reads_bytes(
     config: dict[str, Any], converted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prepared model stores bytes from the first token on, and reads them by the kernel as a converted one does."""
+    bare_table(monkeypatch)
     made = kv_models.prepared("llama", "sdpa", **config)
     if converted:
         quantize_(made, QATConfig(step="convert"))
@@ -266,9 +273,12 @@ def test_gradients_do_not_go_through_bytes_of_earlier_tokens() -> None:
         made(ids[:, 9:], past_key_values=cache)
 
 
-def test_transformers_table_is_wrapped_once() -> None:
+def test_transformers_table_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare_table(monkeypatch)
+    own = AttentionInterface.get_interface
+    kv_models.prepared()
+    assert AttentionInterface.get_interface is own, "nothing to quantise in attention"
     kv_models.prepared(query="fp8")
     wrapped = AttentionInterface.get_interface
-    assert wrapped.of_aoquant and wrapped.__name__ == "get_interface"
     kv_models.prepared(query="fp8")
-    assert AttentionInterface.get_interface is wrapped
+    assert AttentionInterface.get_interface is wrapped and wrapped.__wrapped__ is own
