@@ -276,8 +276,10 @@ def test_gradients_do_not_go_through_bytes_of_earlier_tokens() -> None:
 def test_transformers_table_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bare_table(monkeypatch)
     own = AttentionInterface.get_interface
-    kv_models.prepared()
-    assert AttentionInterface.get_interface is own, "nothing to quantise in attention"
+    made = kv_models.prepared()
+    quantize_(made, QATConfig(step="convert"))
+    stepped(made, DynamicCache())
+    assert AttentionInterface.get_interface is own, "attention reads values here, and queries stay as they are"
     kv_models.prepared(query="fp8")
     wrapped = AttentionInterface.get_interface
     kv_models.prepared(query="fp8")
