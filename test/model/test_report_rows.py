@@ -216,3 +216,34 @@ def test_long_reasons_are_one_line_of_two_hundred_characters() -> None:
     assert why(KeyError("a\n  b")) == "KeyError: 'a\\n b'"
     assert why(ValueError("a\n  b")) == "ValueError: a b"
     assert why(ValueError("x" * 300)) == f"ValueError: {'x' * 200}"
+
+
+@pytest.mark.parametrize("quantised", ["a", "b"])
+def test_layers_and_experts_that_are_no_forms_of_one_another_are_refused_by_name(quantised: str) -> None:
+    def said(one: nn.Module, other: nn.Module, x: Tensor) -> str:
+        quantize_(one, Int4WeightConfig(32))
+        with pytest.raises(ValueError, match="two forms of one model") as error:
+            report(*((one, other) if quantised == "a" else (other, one)), x, progress=False)
+        return str(error.value)
+
+    bare = student(None)
+    bare[0] = nn.Identity()
+    assert said(student(None), bare, batch()[0]).startswith("0: is quantised in one model")
+    few = Routed("mixtral")
+    few.experts.down_proj = nn.Parameter(few.experts.down_proj[:3].detach())
+    assert said(Routed("mixtral"), few, torch.randn(6, 64)).startswith("experts: the weights have shapes")
+
+
+def test_what_did_not_run_is_no_pass_unless_it_is_allowed() -> None:
+    """All of it is counted, and what ran is verified all the same."""
+    _, prepared, converted = forms("nvfp4")
+    for model in (prepared, converted):
+        model.spare = copy.deepcopy(model[0])
+        model.forward = lambda x, own=model: own[2](own[1](own[0](x)))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"1 of 4 row\(s\) were not run") as error:
+        verify(prepared, converted, batch()[0])
+    assert "spare: not run" in str(error.value)
+    assert verify(prepared, converted, batch()[0], allow_not_run=True).not_run == ["spare"]
+    converted[2].weight.qdata[0, 0] ^= 1
+    with pytest.raises(ValueError, match=r"1 of 4 row\(s\) are below inf dB:\n  2 "):
+        verify(prepared, converted, batch()[0], allow_not_run=True)
