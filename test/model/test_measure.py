@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aoquant import quantize_
 from aoquant.formats import get_operand
 from aoquant.report import measure
 
@@ -53,6 +54,22 @@ def test_shares_need_the_float_weight_or_the_codes() -> None:
     assert measure.shares(operand, None, None) == (None, None)
     other = operand.encode(torch.ones(4, 64))
     assert measure.shares(operand, w, other) == (0.0, 0.0), "blocks are those that are stored"
+
+
+def test_packed_weights_whose_values_can_be_told() -> None:
+    """Ours, torchao's with a way back, and torchao's Int4Tensor, which has none."""
+
+    class Int4Tensor:
+        dequantize = Tensor.dequantize
+
+    class Other(Int4Tensor):
+        pass
+
+    packed = nn.Sequential(nn.Linear(64, 32))
+    quantize_(packed, "int4-g32")
+    assert measure.has_value(packed[0].weight) and measure.has_value(Int4Tensor()) and not measure.has_value(Other())
+    with pytest.raises(ValueError, match="Other has no dequantize"):
+        measure.packed_value(Other())
 
 
 @pytest.mark.parametrize("empty", [3, "text", None, [1, 2], {"ids": [1, 2], "name": "x"}, [], {}])

@@ -77,9 +77,11 @@ def test_scales_of_all_rows_are_no_rows_own() -> None:
     assert {r.batch_invariant for r in rows(plain, own)} == {r.batch_invariant for r in rows(own, other)} == {False}
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4-h32", "int4-g32", "int8-weight", "gridflip"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4-h32", "int4-g32", "int8-weight", "gridflip", "nvfp4-wush"])
 def test_bytes_that_are_planned_are_stored(name: str) -> None:
-    plain, prepared, converted = forms(name)
+    plain, prepared = student(None), student(QATConfig(name))
+    converted = copy.deepcopy(prepared)
+    quantize_(converted, QATConfig(step="convert"))
     for one, layer in zip(rows(plain, prepared), (converted[0], converted[2]), strict=True):
         assert one.bytes == stored_bytes(layer.weight) and one.bits_per_weight == 8 * one.bytes / layer.weight.numel()
 
@@ -232,6 +234,29 @@ def test_layers_and_experts_that_are_no_forms_of_one_another_are_refused_by_name
     few = Routed("mixtral")
     few.experts.down_proj = nn.Parameter(few.experts.down_proj[:3].detach())
     assert said(Routed("mixtral"), few, torch.randn(6, 64)).startswith("experts: the weights have shapes")
+
+
+class Adapter(nn.Module):
+    """An adapter on a layer, as peft's."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.merged = layer, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)
+
+
+def test_adapters_of_one_model_have_to_be_merged_and_those_of_both_do_not() -> None:
+    plain, _, converted = forms("nvfp4")
+    floats, adapted = copy.deepcopy(plain), copy.deepcopy(converted)
+    floats[2], adapted[2] = Adapter(floats[2]), Adapter(adapted[2])
+    for a, b, side in ((adapted, plain, "a"), (plain, adapted, "b")):
+        with pytest.raises(ValueError, match=rf"model_{side} has adapters that are not merged \(2\)"):
+            report(a, b, batch()[0], progress=False)
+    wanted = [(r.weight_sqnr_db, r.output_sqnr_db) for r in rows(plain, converted)]
+    assert [(r.weight_sqnr_db, r.output_sqnr_db) for r in rows(floats, adapted)] == wanted
+    assert [r.fqn for r in rows(floats, adapted)] == ["0", "2.base_layer"]
 
 
 def test_what_did_not_run_is_no_pass_unless_it_is_allowed() -> None:
