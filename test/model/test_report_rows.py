@@ -259,6 +259,20 @@ def test_adapters_of_one_model_have_to_be_merged_and_those_of_both_do_not() -> N
     assert [r.fqn for r in rows(floats, adapted)] == ["0", "2.base_layer"]
 
 
+def test_layers_behind_two_failures_keep_the_reason_of_the_model_that_ran_last() -> None:
+    _, prepared, converted = forms("nvfp4")
+
+    def failing(said: str) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            raise RuntimeError(said)
+
+        return forward
+
+    prepared[0].forward, converted[0].forward = failing("first"), failing("second")  # type: ignore[method-assign]
+    found = report(prepared, converted, batch()[0], progress=False)
+    assert [("first" in r.warning, "second" in r.warning) for r in found.rows] == [(False, True)] * 2 + [(True, False)]
+
+
 def test_what_did_not_run_is_no_pass_unless_it_is_allowed() -> None:
     """All of it is counted, and what ran is verified all the same."""
     _, prepared, converted = forms("nvfp4")
