@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from support.training_cases import batch, student
 from torch import Tensor, nn
 
 import aoquant
-from aoquant import Cast, HybridConfig, quantize_
+from aoquant import Cast, HybridConfig, quantize_, set_fake_quant
 from aoquant.distributed import amax
 from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import get_recipe
+from aoquant.report.gradients import gradients
 from aoquant.report.measure import sqnr
 
 
@@ -79,3 +82,60 @@ def test_delayed_scales_do_not_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = rows(plain, model, x), rows(plain, model, x)
     assert one == two and all(r.input_gradient_sqnr_db is not None for r in one)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class Again(nn.Module):
+    """Run one layer twice, and return what `made` makes of its two outputs; a second layer does not reach them."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.beside, self.spare = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.made = made
+        quantize_(self, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+
+    def forward(self, x: Tensor) -> Any:
+        self.beside(x)
+        y = self.layer(x)
+        return self.made(y, self.layer(torch.tanh(y)))
+
+
+def test_all_calls_of_a_layer_count_and_layers_without_a_gradient_have_no_figures() -> None:
+    model, x = Again(lambda y, z: {"loss": (y * z).sum()}), batch(96)[0].view(2, 48, 64)
+    found = gradients(model, x)
+    assert found.keys() == {id(model.layer)}
+    w, y = model.layer.weight, model.layer(x)
+    z = model.layer(torch.tanh(y))
+    wanted: list[list[Tensor]] = [[], []]
+    got: list[list[Tensor]] = [[], []]
+    for given, dy in zip((x, torch.tanh(y)), torch.autograd.grad((y * z).sum(), (y, z)), strict=True):
+        given = given.detach().requires_grad_()
+        for i, t in enumerate(torch.autograd.grad(model.layer(given), (given, w), dy)):
+            got[i].append(t.flatten())
+        wanted[0].append((dy @ w).flatten())
+        wanted[1].append((dy.flatten(0, 1).t() @ given.flatten(0, 1)).flatten())
+    figures = [sqnr(torch.cat(a), torch.cat(b)) for a, b in zip(wanted, got, strict=True)]
+    assert list(found[id(model.layer)].values()) == pytest.approx(figures, abs=0.01)
+    assert list(found[id(model.layer)]) == ["input_gradient_sqnr_db", "weight_gradient_sqnr_db"]
+
+
+def test_the_loss_that_a_model_returns_is_differentiated() -> None:
+    """As a field or under its name; without one, the mean square of its outputs is."""
+    x = batch(96)[0]
+    kinds: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "field": lambda y, z: SimpleNamespace(loss=z.exp().mean(), logits=z),
+        "name": lambda y, z: {"logits": z, "loss": z.exp().mean()},
+        "none": lambda y, z: SimpleNamespace(loss=None, logits=z),
+        "number": lambda y, z: {"loss": 1.0, "logits": z},
+        "tensor": lambda y, z: z,
+        "square": lambda y, z: {"loss": z.square().mean()},
+    }
+    found = {kind: [*gradients(Again(made), x).values()] for kind, made in kinds.items()}
+    assert found["field"] == found["name"] != found["tensor"]
+    assert found["none"] == found["number"] == found["tensor"] == found["square"]
+
+
+def test_layers_that_do_not_quantise_have_no_figures() -> None:
+    x, off = batch(96)[0], student(HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+    set_fake_quant(off[0], False)
+    assert gradients(off, x).keys() == {id(off[2])} and gradients(student(None), x) == {}

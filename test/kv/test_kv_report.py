@@ -231,6 +231,17 @@ def test_one_of_keys_and_values_is_enough_to_fail(side: str) -> None:
     assert aoquant.verify(made, served, IDS, min_db=low).caches[1] == found
 
 
+def test_caches_that_one_model_keeps_in_high_precision_are_compared_where_it_is_allowed() -> None:
+    floats, made = model(), prepared()
+    found = aoquant.report(floats, made, IDS, progress=False).caches
+    low = min(v for row in found for v in (row.key_sqnr_db, row.value_sqnr_db) if v is not None)
+    with pytest.raises(ValueError, match=r"3 of 4 row\(s\) were not run"):
+        aoquant.verify(floats, made, IDS, min_db=low)
+    assert aoquant.verify(floats, made, IDS, min_db=low, allow_not_run=True).caches == found
+    with pytest.raises(ValueError, match=r"1 of 3 KV cache\(s\) are below"):
+        aoquant.verify(floats, made, IDS, min_db=math.nextafter(low, math.inf), allow_not_run=True)
+
+
 def test_models_that_do_not_match() -> None:
     made = prepared()
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn: its KV cache is quantised in one model"):

@@ -1,14 +1,18 @@
 """Caches of bytes that grow in place: whatever is done to one between two steps, it holds the tokens it was given."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from support import kv_models
+from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
-from aoquant import KVCacheConfig, quantize_
+from aoquant import KVCacheConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.formats import get_kv_format
 from aoquant.kv import packed
 from aoquant.ops import kv
@@ -189,3 +193,94 @@ def test_bytes_are_decoded_by_any_operation() -> None:
     assert torch.equal(held[:, :, 1:3] * 2, values[:, :, 1:3] * 2)
     assert torch.equal(held.sum(-1, dtype=torch.float32), values.sum(-1, dtype=torch.float32))
     assert torch.equal(torch.nn.functional.linear(held, torch.eye(16).bfloat16()), values)
+
+
+def bare_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give transformers' table of attention functions its own look-up, which earlier tests may have wrapped."""
+    monkeypatch.setattr(AttentionInterface, "get_interface", inspect.unwrap(AttentionInterface.get_interface))
+
+
+def kernel(monkeypatch: pytest.MonkeyPatch, made: Any) -> list[int]:
+    """Let a kernel attend to bytes of any format, as on a GPU; return the numbers of tokens that it attends to."""
+    tokens, module = [], made.model.layers[0].self_attn
+
+    def attend(
+        query: Tensor, keys: Tensor, values: Tensor, k: Any, v: Any, k_scale: Any, v_scale: Any, mask: Any, scale: float
+    ) -> Tensor:
+        tokens.append(keys.shape[2])
+        key, value = k.unpack(keys, k_scale, query.dtype), v.unpack(values, v_scale, query.dtype)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale)[0]
+
+    monkeypatch.setattr(kv, "why_not_attend", lambda *given: None)
+    monkeypatch.setattr(kv, "attend", attend)
+    return tokens
+
+
+@torch.no_grad()
+def stepped(made: Any, cache: DynamicCache) -> Tensor:
+    """Return the logits of a prompt and of three tokens behind it."""
+    ids = kv_models.IDS
+    return torch.cat([made(part, past_key_values=cache).logits for part in ids.split([9, 1, 1, 1], 1)], 1)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("config", [{"format": "int8-token-head", "scale": "pow2"}, {"format": "fp8", "query": "fp8"}])
+def test_models_whose_attention_reads_bytes(
+    config: dict[str, Any], converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prepared model stores bytes from the first token on, and reads them by the kernel as a converted one does."""
+    bare_table(monkeypatch)
+    made = kv_models.prepared("llama", "sdpa", **config)
+    if converted:
+        quantize_(made, QATConfig(step="convert"))
+    wanted, cache = stepped(made, DynamicCache()), DynamicCache()
+    tokens = kernel(monkeypatch, made)
+    assert torch.equal(stepped(made, cache), wanted)
+    assert tokens == [10] * 3 + [11] * 3 + [12] * 3
+    assert all(layer.keys.dtype == layer.values.dtype == torch.uint8 for layer in cache.layers)
+
+
+def test_a_prepared_cache_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values where its first tokens were stored without a kernel, and of bytes where gradients are wanted later."""
+    made = kv_models.prepared("llama", "sdpa")
+    whole, ids, floats, bytes_ = stepped(made, DynamicCache()), kv_models.IDS, DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        made(ids[:, :9], past_key_values=floats)
+        tokens = kernel(monkeypatch, made)
+        assert torch.equal(made(ids[:, 9:10], past_key_values=floats).logits, whole[:, 9:10])
+        made(ids[:, :9], past_key_values=bytes_)
+    assert tokens == [] and [c.layers[0].keys.dtype for c in (floats, bytes_)] == [torch.bfloat16, torch.uint8]
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: gradients"):
+        made(ids[:, 9:10], past_key_values=bytes_)
+    set_fake_quant(made, False)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"layers\.0\.self_attn: the cache holds bytes"):
+        made(ids[:, 9:10], past_key_values=bytes_)
+
+
+def test_latent_attention_stores_values_until_it_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = kv_models.prepared("deepseek_v3", "sdpa")
+    wanted, cache = stepped(made, DynamicCache()), DynamicCache()
+    tokens = kernel(monkeypatch, made)
+    assert torch.equal(stepped(made, cache), wanted)
+    assert not tokens and all(layer.keys.dtype == torch.bfloat16 for layer in cache.layers)
+
+
+def test_gradients_do_not_go_through_bytes_of_earlier_tokens() -> None:
+    made, ids = kv_models.prepared(), kv_models.IDS
+    quantize_(made, QATConfig(step="convert"))
+    cache = made(ids[:, :9]).cache
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: gradients"):
+        made(ids[:, 9:], past_key_values=cache)
+
+
+def test_transformers_table_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare_table(monkeypatch)
+    own = AttentionInterface.get_interface
+    made = kv_models.prepared()
+    quantize_(made, QATConfig(step="convert"))
+    stepped(made, DynamicCache())
+    assert AttentionInterface.get_interface is own, "attention reads values here, and queries stay as they are"
+    kv_models.prepared(query="fp8")
+    wrapped = AttentionInterface.get_interface
+    kv_models.prepared(query="fp8")
+    assert AttentionInterface.get_interface is wrapped and wrapped.__wrapped__ is own

@@ -90,8 +90,9 @@ def test_stacked_experts_are_named_by_everything_and_strict_raises() -> None:
         quantize_(model, QATConfig("int4-g32", step="prepare"))
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
-    with pytest.warns(UserWarning, match=r"verified, but .*experts.gate_up_proj"):
+    with pytest.warns(UserWarning, match=r"verified, but .*experts.gate_up_proj") as said:
         found = verify(model, converted, torch.randn(3, 64))
+    assert [w.filename for w in said] == [__file__]
     assert found.coverage.share == aoquant.coverage(converted).share and "- experts.gate_up_proj" in found.to_markdown()
     totals = json.loads(found.to_json())["totals"]["coverage"]
     assert [w["names"] for w in totals["float_weights"]] == [["experts.gate_up_proj"], ["embed.weight"]]

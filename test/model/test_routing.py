@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.expert_cases import FAMILIES
 from support.moe_models import IDS, MODELS, model_of
 from support.trainers import trainer
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 from transformers import (
     DbrxConfig,
@@ -37,7 +38,7 @@ from aoquant import (
 from aoquant.experts.routers import routers_of
 from aoquant.integrations.trainer import DRIFT, QATCallback
 from aoquant.linear.prepared import QATLinear
-from aoquant.report.routing import changed_share, drift
+from aoquant.report.routing import changed_share, drift, routes
 
 BATCH = {"input_ids": IDS}
 
@@ -72,6 +73,43 @@ def test_drift_counts_tokens_and_choices_in_any_order() -> None:
     for other in ({"experts": a * 2}, {"experts": [a[0][:2]]}, {}):
         with pytest.raises(ValueError, match="experts"):
             drift({"experts": a}, other)
+
+
+class Called(nn.Module):
+    """Experts that are called with given choices, by place or by name, which are overwritten afterwards."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        kind, config = FAMILIES["gpt-oss" if name == "router_indices" else "mixtral"]
+        self.experts, self.name = kind(config), name
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        weights = torch.full(chosen.shape, 0.5)
+        if self.name == "place":
+            y = self.experts(x, chosen, weights)
+        else:
+            other = "routing_weights" if self.name == "router_indices" else "top_k_weights"
+            y = self.experts(x, **{self.name: chosen, other: weights})
+        chosen.zero_()
+        return y
+
+
+@pytest.mark.parametrize("name", ["place", "top_k_index", "router_indices"])
+def test_choices_are_kept_as_they_were_in_the_call(name: str) -> None:
+    model, chosen = Called(name).train(), torch.tensor([[0, 1], [3, 2], [1, 2]])
+    for wrapped in (model, torch.compile(model, backend="eager")):
+        state = torch.get_rng_state()
+        found = routes(wrapped, (torch.randn(3, 64), chosen.clone()))
+        assert found.keys() == {"experts"} and len(found["experts"]) == 1
+        assert torch.equal(found["experts"][0], chosen)
+        torch.set_rng_state(state)
+    assert model.training and model.experts.training and not model.experts._forward_pre_hooks
+
+
+@pytest.mark.parametrize("chosen", [torch.ones(3, 2), torch.ones(3, dtype=torch.long), torch.ones(1, 3, 2).long()])
+def test_choices_that_are_no_integers_of_tokens_and_places_are_refused(chosen: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"router_drift: experts \(MixtralExperts\)"):
+        routes(Called("place"), (torch.randn(3, 64), chosen))
 
 
 def test_a_report_tells_the_drift_where_it_is_asked_for() -> None:
