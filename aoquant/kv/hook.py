@@ -177,8 +177,6 @@ def pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     quant = getattr(module, "kv_quant", None)
     if quant is None:
         return None
-    if any(isinstance(a, Passing) and a.module is module for a in (*args, *kwargs.values())):
-        return None  # the hook of an earlier attach
     return in_place(args, kwargs, quant.argument, partial(Passing, module))
 
 

@@ -181,7 +181,7 @@ def report(
         caches = caches_of(a, b, batch)
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
         made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in rows_of(pair)]
-        sqnr = gradients_of(b, batch) if gradients else {}
+        sqnr = gradients_of(b, batch) if gradients and not problem else {}
     found = {pair.fqn: sqnr[id(pair.b)] for pair in pairs if id(pair.b) in sqnr}
     rows = tuple(replace(row, **found.get(row.fqn, {})) for _, row in made)
     output = Row(MODEL_OUTPUT, output_sqnr_db=decibels, warning=problem and f"not run: {problem}")
@@ -218,13 +218,13 @@ def verify(
     check_model(converted, "converted")
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers) and all(c.exact for c in found.caches)
-    judged = [
-        (r, v) for r in found.rows if r is not found.output or exact for v in (r.weight_sqnr_db, r.output_sqnr_db)
-    ]
-    low = {r: v for r, v in judged if v is not None and not v >= min_db}
+    judged = found.rows if exact else found.layers
+    measured = {r: [v for v in (r.weight_sqnr_db, r.output_sqnr_db) if v is not None] for r in judged}
+    least = {r: min((-math.inf if math.isnan(v) else v for v in vs), default=math.inf) for r, vs in measured.items()}
+    low = [r for r in judged if least[r] < min_db]
     problems = []
     if low:
-        worst = sorted(low, key=lambda r: -math.inf if math.isnan(low[r]) else low[r])
+        worst = sorted(low, key=lambda r: least[r])
         lines = [
             f"{r.fqn} {r.shape}: output {render.db(r.output_sqnr_db)}, weight {render.db(r.weight_sqnr_db)} "
             f"({r.format}, {r.backend})"

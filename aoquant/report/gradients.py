@@ -21,7 +21,7 @@ from aoquant.report.measure import decibels, energies, hooked, logits_of, run
 
 def gradients(model: nn.Module, batch: Any) -> dict[int, dict[str, Any]]:
     """Return dB of dx and dW as fields of a row, by the layer's id, for prepared linear layers that run."""
-    layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fake_quant and m.calibrated]
+    layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fake_quant]
     with _untouched(layers), torch.enable_grad():
         return _measured(_met(model, layers, batch))
 

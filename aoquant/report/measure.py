@@ -42,7 +42,7 @@ def energies(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 def decibels(signal: float, noise: float) -> float:
     """SQNR of two energies."""
-    if noise == 0 and not math.isnan(signal):
+    if noise == 0:
         return math.inf
     ratio = signal / noise
     return 10 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan

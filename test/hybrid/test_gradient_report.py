@@ -14,7 +14,7 @@ from support.training_cases import batch, student
 from torch import Tensor, nn
 
 import aoquant
-from aoquant import Cast, HybridConfig, quantize_, set_fake_quant
+from aoquant import Cast, HybridConfig, PackedWeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.distributed import amax
 from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import get_recipe
@@ -139,3 +139,11 @@ def test_layers_that_do_not_quantise_have_no_figures() -> None:
     x, off = batch(96)[0], student(HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
     set_fake_quant(off[0], False)
     assert gradients(off, x).keys() == {id(off[2])} and gradients(student(None), x) == {}
+
+
+def test_a_model_that_does_not_run_has_no_gradients() -> None:
+    plain, model, x = models(QATConfig(PackedWeightConfig("fp8-row", "fp8-tensor-static"), step="prepare"))
+    for asked in (False, True):
+        found = aoquant.report(plain, model, x, gradients=asked, progress=False)
+        assert "calibrate" in found.output.warning
+        assert all(row.input_gradient_sqnr_db is None for row in found.layers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from aoquant.planning.sizes import stored_bytes
 from aoquant.report import measure
 from aoquant.report.compare import why
 from aoquant.report.measure import sqnr
+from aoquant.report.rows import Row
 
 
 def forms(config: Any, **changes: Any) -> tuple[nn.Sequential, nn.Sequential, nn.Sequential]:
@@ -286,3 +289,16 @@ def test_what_did_not_run_is_no_pass_unless_it_is_allowed() -> None:
     converted[2].weight.qdata[0, 0] ^= 1
     with pytest.raises(ValueError, match=r"1 of 4 row\(s\) are below inf dB:\n  2 "):
         verify(prepared, converted, batch()[0], allow_not_run=True)
+
+
+def test_the_worst_layer_is_named_first_whether_its_weight_or_its_outputs_are_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dbs = {"a": (5.0, 30.0), "b": (20.0, 20.0), "c": (40.0, 10.0), "d": (30.0, math.nan), "e": (50.0, None)}
+    layers = tuple(Row(name, weight_sqnr_db=w, output_sqnr_db=y) for name, (w, y) in dbs.items())
+    _, model, converted = forms("nvfp4")
+    found = replace(report(model, converted, batch()[0], progress=False), layers=layers)
+    monkeypatch.setattr(sys.modules["aoquant.report"], "report", lambda *args, **kwargs: found)
+    with pytest.raises(ValueError, match=r"4 of 6 row\(s\) are below 25.0 dB") as error:
+        verify(model, converted, batch()[0], min_db=25.0, allow_not_run=True)
+    assert [line.split()[0] for line in str(error.value).splitlines()[1:]] == ["d", "a", "c", "b"]
