@@ -12,6 +12,7 @@ the scales of `formats/float8.py`, "pow2" for a factor that is rounded down to a
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 
 import torch
 import triton
@@ -224,23 +225,23 @@ def _encode_sides(
 @triton.jit
 def _decode(
     codes_ptr, scale_ptr, values_ptr, n, K: tl.constexpr, SCALES: tl.constexpr, ELEMENT: tl.constexpr, TALL: tl.constexpr,
-    B: tl.constexpr,
+    TOGETHER: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Decode B values. SCALES: "" for none, "one" for all, "some" for one for every K values. TALL: rows and columns of
-    a block that has one scale; 0 for none.
+    a block that has one scale; 0 for none. TOGETHER: values in a row that share a scale, so that it is loaded once.
     """
-    first, i = tl.cast(tl.program_id(0), tl.int64) * B, tl.arange(0, B)
-    at = first + i
+    first, i = tl.cast(tl.program_id(0), tl.int64) * B, tl.arange(0, B // TOGETHER)
+    at = first + (i[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :])
     code = tl.load(codes_ptr + at, mask=at < n, other=0)
     code = code.to(tl.float8e4nv, bitcast=True) if ELEMENT == "e4m3" else code.to(tl.float8e5, bitcast=True)
     value = code.to(tl.float32)
     if SCALES == "one":
         value = value * tl.load(scale_ptr)
     elif SCALES == "some":
-        index, column = row_and_column(first, i, K)
+        index, column = row_and_column(first // TOGETHER, i, K // TOGETHER)
         if TALL > 0:
-            index = index // TALL * (K // TALL) + column // TALL
-        value = value * tl.load(scale_ptr + index, mask=at < n, other=0.0)
+            index = index // TALL * (K // TALL) + column // (TALL // TOGETHER)
+        value = value * tl.load(scale_ptr + index, mask=first + i * TOGETHER < n, other=0.0)[:, None]
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=at < n)
 
 
@@ -319,10 +320,13 @@ def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> Quantized:
 @lru_cache(LAUNCHES)
 def _decoder(format: Float8, rows: int, k: int, scales: int, scaled: bool) -> Launch:
     tall = format.rows if format.rows > 1 else 0
+    width = (
+        format.cols if format.block and not tall else k
+    )  # of rows of values; of one scale each where no block is tall
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),
-        n=rows * k, K=format.cols if format.block and not tall else k, SCALES="" if not scaled else "some" if scales > 1 else "one",
-        ELEMENT=format.element, TALL=tall, B=TILE, **NO_FUSION,
+        n=rows * k, K=width, SCALES="" if not scaled else "some" if scales > 1 else "one", ELEMENT=format.element,
+        TALL=tall, TOGETHER=gcd(width, tall, 16), B=TILE, **NO_FUSION,
     )  # fmt: skip
 
 
