@@ -1,4 +1,4 @@
-"""The rows of `aoquant doctor` about packages: what is there, what only has the name, what is absent."""
+"""The rows of `aoquant doctor` about packages, there, in name alone or absent, and about devices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from aoquant import cli, ops
 from aoquant.tools import doctor
@@ -117,3 +118,36 @@ def test_a_name_is_no_package(symbols: Any, version: Any, found: str, monkeypatc
     assert row("qutlass")[1:3] == (found, version or "-")
     reason = dict(doctor.backends("cpu"))["qutlass"]
     assert reason.startswith("qutlass is not installed; ") == (found != "yes")
+
+
+def test_every_device_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {
+        "GPU 0": ("One", 9, 0, 80 << 30, "compute capability 9.0, 80 GiB"),
+        "GPU 1": ("Two", 12, 1, 11.6 * 2**30, "compute capability 12.1, 12 GiB"),
+    }
+    names = ("name", "major", "minor", "total_memory")
+    found = [SimpleNamespace(**dict(zip(names, gpu, strict=False))) for gpu in gpus.values()]
+    for native, said in ((doctor.native, "no nvcc"), (doctor.native_cpu, "no compiler")):
+        monkeypatch.setattr(native, "why_not", lambda said=said: said)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    without = dict(doctor.versions())
+    assert (without["CUDA kernels"], without["CPU kernels"]) == ("no nvcc", "no compiler") and "GPU" in without
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: found[i])
+    rows = dict(doctor.versions())
+    assert rows == {k: v for k, v in without.items() if k != "GPU"} | {
+        row: f"{name}, {about}" for row, (name, *_, about) in gpus.items()
+    }
+
+
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert doctor.default_device() == device
+
+
+def test_bfloat16_is_slow_on_any_cpu_without_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, slow in (("AVX2", True), ("DEFAULT", True), ("AVX512", False), ("AVX512_BF16", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert [doctor.slow_in_bfloat16(device) for device in ("cpu", "cpu:0", "cuda:0")] == [slow, slow, False]
