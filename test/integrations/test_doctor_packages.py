@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from aoquant import cli, ops
+from aoquant import Int4WeightConfig, LinearRecipe, QATConfig, cli, ops
+from aoquant.recipes import Recipe, get_recipe
 from aoquant.tools import doctor
 
 # row: the module that is imported, and its distribution
@@ -118,6 +119,68 @@ def test_a_name_is_no_package(symbols: Any, version: Any, found: str, monkeypatc
     assert row("qutlass")[1:3] == (found, version or "-")
     reason = dict(doctor.backends("cpu"))["qutlass"]
     assert reason.startswith("qutlass is not installed; ") == (found != "yes")
+
+
+def test_a_backend_runs_contracts_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(name: str, recipe: LinearRecipe, *_: object) -> str | None:
+        if name == "ggml":
+            return None if recipe.contract == "ggml" else f"computes ggml, not {recipe.contract}"
+        return {"all": None, "none": f"computes x, not {recipe.contract}"}.get(name, "needs a GPU")
+
+    names = ["all", "ggml", "none", "plain", "mslk", "qutlass"]
+    monkeypatch.setattr(doctor.kernels, "refusal", refusal)
+    monkeypatch.setattr(ops, "backend_names", lambda: names)
+    every = doctor.packages()
+    for absent, prefixes in (
+        ((), ("", "")),
+        (("mslk", "qutlass"), ("", "qutlass")),
+        (("fbgemm-gpu", "qutlass"), ("", "qutlass")),
+        (("mslk", "fbgemm-gpu"), ("mslk", "")),
+    ):
+        found = [p._replace(found="no" if p.package in absent else "yes") for p in every]
+        monkeypatch.setattr(doctor, "packages", lambda found=found: found)
+        said = dict(doctor.backends("cpu"))
+        assert list(said) == names
+        contracts = said["all"].removeprefix("runs ").split(", ")
+        assert contracts == sorted({*contracts}) and {"aoquant", "dequantize", "ggml"} <= {*contracts}
+        assert (said["ggml"], said["plain"]) == ("runs ggml", "needs a GPU") and "computes" not in said["none"]
+        for name, prefix in zip(("mslk", "qutlass"), prefixes, strict=True):
+            assert said[name] == (f"{prefix} is not installed; needs a GPU" if prefix else "needs a GPU")
+
+
+def test_each_recipe_for_linear_layers_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_try", lambda recipe, device: (recipe.name, device))
+    tried = dict(doctor.recipes("cpu"))
+    assert {*tried.values()} == {"cpu"} and {"nvfp4", "int8-static", "int4-g32-no-attention"} <= tried.keys()
+    assert not {"int4-g32-experts", "gguf-q8_0-kv-q8_0"} & tried.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "trains", "runs", "equal"),
+    [
+        ("int8-static", True, True, "bit-equal"),
+        ("mxfp4-no-attention", True, True, "bit-equal"),
+        ("torchao-int4-preshuffled", True, False, "not run"),
+    ],
+)
+def test_what_a_recipe_does_here(name: str, trains: bool, runs: bool, equal: str) -> None:
+    tried = doctor._try(get_recipe(name), "cpu")
+    assert (tried.recipe, tried.trains == "yes", tried.runs == "yes", tried.equal) == (name, trains, runs, equal)
+
+
+def test_a_recipe_that_does_not_train_or_converts_to_another_layer_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Recipe("group", lambda: Int4WeightConfig(48), "a group that does not divide K")
+    tried = doctor._try(group, "cpu")
+    assert "48" in tried.trains and tried[2:] == ("-", "-")
+    real = doctor.quantize_
+
+    def changed(model: Any, config: QATConfig) -> None:
+        real(model, config)
+        if config.step == "convert":
+            model.linear.bias.data += 1
+
+    monkeypatch.setattr(doctor, "quantize_", changed)
+    assert doctor._try(get_recipe("int8-weight"), "cpu") == ("int8-weight", "yes", "yes", "DIFFERENT")
 
 
 def test_every_device_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
