@@ -49,6 +49,9 @@ def test_ranges_are_exact() -> None:
     assert multiplied(found) == [
         (1, 2, "reference"), (3, 89, "narrow"), (90, 100, "narrow"), (101, 5000, "wide"), (5001, None, "reference"),
     ]  # fmt: skip
+    printed = [line.strip() for line in str(found).splitlines() if line.startswith("  multiply")]
+    for line, (first, last, name) in zip(printed, multiplied(found), strict=True):
+        assert line == f"multiply, M = {first}{' and above' if last is None else f' to {last}'}: {name}"
     said = {r.first: dict(r.rows) for r in found.routes if r.step == "multiply"}
     assert said[90]["wide"] == "willing, lower priority" and said[3]["wide"].startswith("for M from 90")
     assert "needs a CUDA device" in said[1]["tensor-cores"]
@@ -165,6 +168,12 @@ def test_what_has_no_router_is_refused() -> None:
     for what, name in ((model, "Sequential"), (model[0], "Linear"), (converted[0], "Int8Tensor"), ("nvfp4", "str")):
         with pytest.raises(ValueError, match=name):
             explain(what)
+
+
+@pytest.mark.parametrize(("engine", "gpu"), [("tgi", None), ("vllm", "a100"), ("llama.cpp", "h100")])
+def test_engines_and_gpus_that_nothing_is_known_of_are_refused(engine: str, gpu: str | None) -> None:
+    with pytest.raises(ValueError, match=gpu or engine):
+        explain(layer(), engine=engine, gpu=gpu)
 
 
 def test_int4_behind_a_transform_asks_what_the_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
