@@ -20,7 +20,17 @@ from support.moe_models import model_of
 from torchao.quantization import FqnToConfig
 from transformers import AutoModelForCausalLM, StableLmConfig
 
-from aoquant import PackedWeightConfig, QATConfig, calibrate, explain, export, load_pretrained, quantize_, serving
+from aoquant import (
+    KVCacheConfig,
+    PackedWeightConfig,
+    QATConfig,
+    calibrate,
+    explain,
+    export,
+    load_pretrained,
+    quantize_,
+    serving,
+)
 from aoquant.recipes import get_recipe
 
 VLLM = ["vllm-w4a16-g128", "vllm-w4a16-g32", "vllm-fp8", "vllm-int8", "vllm-nvfp4", "vllm-mxfp4"]
@@ -185,6 +195,21 @@ def test_explain_says_what_a_gpu_changes_where_no_engine_is_asked(weight: str, g
     served = explain(model.get_submodule(name)).served
     assert len(served) == gpus * (2 if experts else 1)
     assert all(("Hopper" in said, "MXFP4" in said) == (True, weight == "mxfp4") for said in served)
+
+
+def test_differences_are_said_once_and_of_our_configs_that_are_prepared() -> None:
+    layers = FqnToConfig({"a": "vllm-mxfp4", "b": "vllm-mxfp4", "c": None, "d": "torchao-int8"})
+    counts = []
+    for base, step in (
+        (layers, "prepare"),
+        (layers, "convert"),
+        ("torchao-int8", "prepare"),
+        (KVCacheConfig("fp8"), "prepare"),
+    ):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            QATConfig(base, step=step, engine="vllm", gpu="h100")
+        counts.append(len(caught))
+    assert counts == [1, 0, 0, 0]
 
 
 BASES = {
