@@ -13,7 +13,9 @@ import torch.distributed as dist
 from support.moe_models import model_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aoquant import Int4WeightConfig, QATConfig, quantize_, set_fake_quant
@@ -247,3 +249,31 @@ def test_a_model_is_distributed_where_one_parameter_is(mesh: DeviceMesh) -> None
     assert not is_distributed(model)
     model[1].weight = nn.Parameter(on(mesh, torch.randn(4, 8), Shard(0)))
     assert is_distributed(model)
+
+
+class Drawing(nn.Linear):
+    """A layer that asks for its rank in every forward."""
+
+    seen = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = ranks.of(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_a_layer_that_has_run_is_told_its_rank_once_it_is_distributed(how: str) -> None:
+    x = torch.randn(2, 8)
+    with alone(1, 2) as mesh:
+        layer = Drawing(8, 8)
+        ranks.expect(layer)
+        model: nn.Module = nn.Sequential(layer)
+        model(x)
+        assert layer.seen == 0
+        if how == "FSDP2":
+            fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model)
+        model(x)
+        assert layer.seen == 1
+    assert ranks.of(layer) == 1  # which stays: backward recomputes outside of DDP's forward
