@@ -13,14 +13,14 @@ import torch.distributed as dist
 from support.moe_models import model_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aoquant import Int4WeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.distributed import ranks, sharded_linear, shards
-from aoquant.distributed.fsdp import is_distributed
+from aoquant.distributed.fsdp import is_distributed, layer_class, swap_class
 from aoquant.experts import sharded as parallel
 from aoquant.formats import Scales, get_operand
 from aoquant.planning import stack_changes
@@ -249,6 +249,23 @@ def test_a_model_is_distributed_where_one_parameter_is(mesh: DeviceMesh) -> None
     assert not is_distributed(model)
     model[1].weight = nn.Parameter(on(mesh, torch.randn(4, 8), Shard(0)))
     assert is_distributed(model)
+
+
+class Other(nn.Linear):
+    """What a layer becomes."""
+
+
+def test_a_layer_changes_its_class_beneath_fsdps(mesh: DeviceMesh) -> None:
+    layer = nn.Linear(8, 8)
+    swap_class(layer, Other)
+    assert type(layer) is layer_class(layer) is Other
+    fully_shard(layer, mesh=mesh)
+    sharded = type(layer)
+    swap_class(layer, nn.Linear)
+    assert isinstance(layer, FSDPModule) and layer_class(layer) is nn.Linear and not isinstance(layer, Other)
+    assert vars(type(layer)).get("__deepcopy__") is vars(sharded)["__deepcopy__"]
+    swap_class(layer, Other)
+    assert (type(layer).__name__, type(layer).__mro__[1:]) == (sharded.__name__, sharded.__mro__[1:])
 
 
 class Drawing(nn.Linear):
