@@ -159,6 +159,16 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pyt
     assert [invariant[name] for name in names] == ["no", "yes", "yes", "no"]
 
 
+@pytest.mark.parametrize(("command", "tables"), [("formats", 2), ("doctor", 4)])
+def test_tables_are_a_line_apart(
+    command: str, tables: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "recipes", lambda: [("int4-g32", "yes", "yes", "yes")])
+    monkeypatch.setattr(ops, "backend_names", lambda: ["reference"])
+    cli.main([command])
+    assert len(capsys.readouterr().out.strip().split("\n\n")) == tables
+
+
 @pytest.mark.parametrize("flags", [["-m", "aoquant"], ["-X", "utf8", "-umaoquant"]], ids=" ".join)
 def test_python_m_is_the_command_and_says_nothing_else(flags: list[str]) -> None:
     """torchao's and torch's own lines are kept off the terminal."""
