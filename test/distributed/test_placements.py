@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ import torch.distributed as dist
 from support.moe_models import model_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aoquant import Int4WeightConfig, QATConfig, quantize_, set_fake_quant
-from aoquant.distributed import sharded_linear
+from aoquant.distributed import ranks, sharded_linear, shards
+from aoquant.distributed.fsdp import is_distributed, layer_class, swap_class
 from aoquant.experts import sharded as parallel
 from aoquant.formats import Scales, get_operand
 from aoquant.planning import stack_changes
@@ -23,13 +28,20 @@ from aoquant.planning.changes import Chosen
 from aoquant.targets import resolve
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+@contextmanager
+def alone(rank: int, *shape: int) -> Iterator[DeviceMesh]:
+    """The mesh of ranks of which this one is here."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     try:
-        yield init_device_mesh("cpu", (2,))
+        yield init_device_mesh("cpu", shape)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with alone(0, 2) as made:
+        yield made
 
 
 def on(mesh: DeviceMesh, local: torch.Tensor, *placements: Placement) -> DTensor:
@@ -135,9 +147,7 @@ def test_prepared_experts_of_a_rank_take_tokens_of_other_ranks(mesh: DeviceMesh,
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 0, 0)), (1, (2, 2, 1)), (2, (4, 4, 1))])
 def test_a_ranks_first_expert(rank: int, wanted: tuple[int, ...]) -> None:
     """Of 6, 5 and 1 experts on three ranks, which torch cuts into chunks of 2, 2 and 1."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
-    try:
-        mesh = init_device_mesh("cpu", (3,))
+    with alone(rank, 3) as mesh:
         for experts, first in zip((6, 5, 1), wanted, strict=True):
             shape = torch.Size((experts, 4, 8))
             chunks = torch.arange(experts).chunk(3)
@@ -145,5 +155,142 @@ def test_a_ranks_first_expert(rank: int, wanted: tuple[int, ...]) -> None:
             stack = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(32, 8, 1))
             assert parallel.first_of(stack) == (int(chunks[rank][0]) if rank < len(chunks) else experts)
             assert parallel.first_of(stack) == first
-    finally:
-        dist.destroy_process_group()
+
+
+CUT: list[tuple[tuple[int, ...], list[Placement]]] = [
+    ((12, 5, 8), [Replicate(), Replicate()]),
+    ((12, 5, 8), [Shard(0), Replicate()]),
+    ((12, 5, 8), [Replicate(), Shard(0)]),
+    ((12, 8), [Shard(0), Shard(0)]),
+    ((4, 6, 8), [Replicate(), Shard(1)]),
+    ((4, 6, 8), [Shard(0), Shard(1)]),
+    ((1, 6, 8), [Shard(0), Shard(1)]),  # of which half the ranks have nothing
+    ((11, 8), [Replicate(), Shard(0)]),
+    ((5, 4, 8), [Replicate(), Shard(0)]),
+    ((4, 5, 6, 8), [Shard(0), Shard(2)]),
+    ((4, 6, 8), [Shard(2), Shard(1)]),
+]
+
+
+@pytest.mark.parametrize(("shape", "placements"), CUT)
+def test_a_rank_knows_which_rows_it_has_and_what_all_cuts_are_multiples_of(
+    shape: tuple[int, ...], placements: list[Placement]
+) -> None:
+    begins, units = set[int](), set[int]()
+    for rank in range(6):
+        with alone(rank, 2, 3) as mesh:
+            x = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1).expand(shape)
+            whole, parts = x, 1
+            for i, p in enumerate(placements):
+                if isinstance(p, Shard):
+                    x = dict(enumerate(x.chunk(mesh.size(i), p.dim))).get(mesh.get_local_rank(i), x[:0])
+                    parts *= mesh.size(i) if p.dim < len(shape) - 1 and whole.shape[p.dim] > 1 else 1
+            given = DTensor.from_local(x, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+            axis = shards._axis("M", given, range(len(shape) - 1))
+            rows = x[..., 0].flatten()
+            assert torch.equal(axis.span.places(len(rows), rows.device), rows)
+            assert axis.span.size == math.prod(shape[:-1])
+            assert math.prod(g.size() for g in axis.groups) == parts
+            units.add(axis.unit)
+            begins |= {int(row) for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1}
+    assert units == ({0} if parts == 1 else {math.gcd(*begins)})
+
+
+def test_rows_at_unequal_distances_are_refused() -> None:
+    with alone(0, 2, 3) as mesh:
+        x = on(mesh, torch.empty(4, 2, 2, 8), Shard(1), Shard(2))
+        with pytest.raises(ValueError, match=r"\[1, 2\]"):
+            shards._axis("M", x, range(3))
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])
+def test_a_ranks_place_in_a_mesh_is_its_number(shape: Sequence[int]) -> None:
+    for rank in range(6):
+        with alone(rank, *shape) as mesh:
+            assert ranks.flat_rank(mesh) == rank
+
+
+def test_a_rank_has_its_part_of_held_scales(mesh: DeviceMesh) -> None:
+    """Of a row and of blocks; one scale for all stays whole."""
+    rows, blocks, one = torch.randn(8, 1), torch.randn(8, 4), torch.randn(1, 1)
+    for placement, parts in (
+        (Shard(0), (rows[:4], blocks[:4], one)),
+        (Shard(1), (rows, blocks[:, :2], one)),
+        (Replicate(), (rows, blocks, one)),
+    ):
+        for t, part in zip((rows, blocks, one), parts, strict=True):
+            assert torch.equal(sharded_linear._cut(t, mesh, [placement]), part)
+            whole = on(mesh, t, Replicate())
+            assert torch.equal(sharded_linear._cut(whole, mesh, [placement]), part)
+    with pytest.raises(ValueError, match="learned"):
+        sharded_linear._cut(rows.clone().requires_grad_(), mesh, [Shard(0)])
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_found_in_a_shard_and_in_a_whole(mesh: DeviceMesh, value: float) -> None:
+    w = torch.randn(4, 8)
+    w[1, 3] = value
+    for t in (w, on(mesh, w, Shard(0))):
+        assert sharded_linear.all_finite(t) is (value == 0)
+    assert sharded_linear.all_finite(w[:0])
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "refused"),
+    [("int8-row", 1, False), ("int4-e4m3-row-g128", 0, False), ("int4-e4m3-row-g128", 1, True)],
+)
+def test_scales_that_need_all_values_of_a_row_are_not_cut(mesh: DeviceMesh, name: str, dim: int, refused: bool) -> None:
+    reason = sharded_linear.why_not(on(mesh, torch.empty(256, 256), Shard(dim)), [None, get_operand(name)])
+    assert (reason is not None) == refused and name in (reason or name)
+
+
+def test_a_model_is_distributed_where_one_parameter_is(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert not is_distributed(model)
+    model[1].weight = nn.Parameter(on(mesh, torch.randn(4, 8), Shard(0)))
+    assert is_distributed(model)
+
+
+class Other(nn.Linear):
+    """What a layer becomes."""
+
+
+def test_a_layer_changes_its_class_beneath_fsdps(mesh: DeviceMesh) -> None:
+    layer = nn.Linear(8, 8)
+    swap_class(layer, Other)
+    assert type(layer) is layer_class(layer) is Other
+    fully_shard(layer, mesh=mesh)
+    sharded = type(layer)
+    swap_class(layer, nn.Linear)
+    assert isinstance(layer, FSDPModule) and layer_class(layer) is nn.Linear and not isinstance(layer, Other)
+    assert vars(type(layer)).get("__deepcopy__") is vars(sharded)["__deepcopy__"]
+    swap_class(layer, Other)
+    assert (type(layer).__name__, type(layer).__mro__[1:]) == (sharded.__name__, sharded.__mro__[1:])
+
+
+class Drawing(nn.Linear):
+    """A layer that asks for its rank in every forward."""
+
+    seen = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = ranks.of(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_a_layer_that_has_run_is_told_its_rank_once_it_is_distributed(how: str) -> None:
+    x = torch.randn(2, 8)
+    with alone(1, 2) as mesh:
+        layer = Drawing(8, 8)
+        ranks.expect(layer)
+        model: nn.Module = nn.Sequential(layer)
+        model(x)
+        assert layer.seen == 0
+        if how == "FSDP2":
+            fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model)
+        model(x)
+        assert layer.seen == 1
+    assert ranks.of(layer) == 1  # which stays: backward recomputes outside of DDP's forward

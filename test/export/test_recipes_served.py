@@ -16,9 +16,21 @@ import torch
 from safetensors.torch import load_file
 from support.export_cases import byte_level, converted, llama, load_elsewhere, packed, write_expected
 from support.models import IDS, logits
+from support.moe_models import model_of
+from torchao.quantization import FqnToConfig
 from transformers import AutoModelForCausalLM, StableLmConfig
 
-from aoquant import PackedWeightConfig, QATConfig, calibrate, explain, export, load_pretrained, quantize_
+from aoquant import (
+    KVCacheConfig,
+    PackedWeightConfig,
+    QATConfig,
+    calibrate,
+    explain,
+    export,
+    load_pretrained,
+    quantize_,
+    serving,
+)
 from aoquant.recipes import get_recipe
 
 VLLM = ["vllm-w4a16-g128", "vllm-w4a16-g32", "vllm-fp8", "vllm-int8", "vllm-nvfp4", "vllm-mxfp4"]
@@ -132,6 +144,72 @@ def test_what_an_engine_computes_otherwise_is_said(recipe: str, engine: str, gpu
     assert (f"served: {messages[0]}" if said else "served") in str(
         explain(layer[0], engine=engine, gpu=gpu)
     ) or not said
+
+
+# (engine, weight/activation, contract): how many differences on any GPU and on each of `serving.ENGINES`
+COUNTED = {
+    ("vllm", "nvfp4-pow2/nvfp4-pow2", "aoquant"): (0, 1, 1, 0),
+    ("vllm", "nvfp4-pow2/", "dequantize"): (0, 0, 0, 0),
+    ("vllm", "mxfp4-even/mxfp4-even", "aoquant"): (0, 1, 1, 0),
+    ("vllm", "mxfp4-even/", "dequantize"): (0, 0, 0, 1),
+    ("vllm", "mxfp4/mxfp4", "aoquant"): (1, 1, 1, 1),
+    ("vllm", "nvfp4/mxfp4-even", "aoquant"): (0, 1, 1, 0),
+    ("vllm", "fp8-row/", "dequantize"): (0, 0, 0, 0),
+    ("vllm", "fp8-row/fp8-row", "aoquant"): (1, 1, 1, 1),
+    **dict.fromkeys((("vllm", f"fp8-row/{x}", "aoquant") for x in serving.VLLM_FP8), (0, 0, 0, 0)),
+    ("vllm", "fp8-128x128/fp8-1x128", "aoquant"): (1, 1, 1, 1),
+    **dict.fromkeys((("vllm", f"int8-row/int8-row{x}", "aoquant") for x in ("", "-native", "-asym")), (1, 1, 1, 2)),
+    **dict.fromkeys((("vllm", f"int8-row/int8-row-vllm{x}", "aoquant") for x in ("", "-reciprocal")), (0, 0, 0, 1)),
+    ("vllm", "intx4-g32/", "dequantize"): (0, 0, 0, 0),
+    ("vllm", "intx8-g32/", "dequantize"): (0, 0, 0, 0),
+    ("vllm", "intx3-g32/", "dequantize"): (1, 1, 1, 1),
+    ("vllm", "intx4-g32/", "aoquant"): (1, 1, 1, 1),
+    ("vllm", "intx4-g128-asym/", "dequantize"): (0, 1, 1, 0),
+    ("vllm", "intx3-g32-asym/int8-row-vllm", "aoquant"): (0, 0, 0, 1),
+    **dict.fromkeys(
+        (("llama.cpp", f"{w}/q8_0-x86", "ggml") for w in ("q4_0", "q4_1", "q8_0", "mxfp4", "mxfp4-even", "nvfp4")),
+        (0, 0, 1),
+    ),
+    ("llama.cpp", "q4_0/", "aoquant"): (1, 1, 1),
+    ("llama.cpp", "mxfp8/q8_0-x86", "aoquant"): (1, 1, 2),
+    ("llama.cpp", "intx4-g32/", "aoquant"): (2, 2, 2),
+}
+
+
+@pytest.mark.parametrize(("engine", "formats", "contract"), COUNTED)
+def test_every_difference_is_said_on_its_gpus_alone(engine: str, formats: str, contract: str) -> None:
+    weight, _, activation = formats.partition("/")
+    recipe = PackedWeightConfig(weight, activation or None, contract).recipe()
+    said = [serving.differences(recipe, engine, gpu) for gpu in (None, *serving.ENGINES[engine])]
+    assert tuple(map(len, said)) == COUNTED[engine, formats, contract]
+    assert said[1:] == [serving.differences(recipe, engine, gpu.upper()) for gpu in serving.ENGINES[engine]]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("weight", "gpus"), [("nvfp4", True), ("mxfp4", True), ("int8-row", False)])
+def test_explain_says_what_a_gpu_changes_where_no_engine_is_asked(weight: str, gpus: bool, experts: bool) -> None:
+    model = model_of("mixtral") if experts else torch.nn.Sequential(torch.nn.Linear(64, 64))
+    name = "model.layers.0.mlp.experts" if experts else "0"
+    config = PackedWeightConfig(weight)
+    quantize_(model, FqnToConfig({f"re:{name}.*": config}) if experts else config)
+    served = explain(model.get_submodule(name)).served
+    assert len(served) == gpus * (2 if experts else 1)
+    assert all(("Hopper" in said, "MXFP4" in said) == (True, weight == "mxfp4") for said in served)
+
+
+def test_differences_are_said_once_and_of_our_configs_that_are_prepared() -> None:
+    layers = FqnToConfig({"a": "vllm-mxfp4", "b": "vllm-mxfp4", "c": None, "d": "torchao-int8"})
+    counts = []
+    for base, step in (
+        (layers, "prepare"),
+        (layers, "convert"),
+        ("torchao-int8", "prepare"),
+        (KVCacheConfig("fp8"), "prepare"),
+    ):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            QATConfig(base, step=step, engine="vllm", gpu="h100")
+        counts.append(len(caught))
+    assert counts == [1, 0, 0, 0]
 
 
 BASES = {

@@ -159,6 +159,16 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pyt
     assert [invariant[name] for name in names] == ["no", "yes", "yes", "no"]
 
 
+@pytest.mark.parametrize(("command", "tables"), [("formats", 2), ("doctor", 4)])
+def test_tables_are_a_line_apart(
+    command: str, tables: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "recipes", lambda: [("int4-g32", "yes", "yes", "yes")])
+    monkeypatch.setattr(ops, "backend_names", lambda: ["reference"])
+    cli.main([command])
+    assert len(capsys.readouterr().out.strip().split("\n\n")) == tables
+
+
 @pytest.mark.parametrize("flags", [["-m", "aoquant"], ["-X", "utf8", "-umaoquant"]], ids=" ".join)
 def test_python_m_is_the_command_and_says_nothing_else(flags: list[str]) -> None:
     """torchao's and torch's own lines are kept off the terminal."""
@@ -196,6 +206,42 @@ def test_a_run_that_is_done_can_be_exported_elsewhere(tmp_path: Path) -> None:
             pass
     with pytest.raises(ValueError, match=r"another command \(steps was"), job.Folder(job.Options(**options, steps=7)):
         pass
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=" ".join)
+def test_without_a_command_each_is_listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(arguments)
+    printed = capsys.readouterr().out
+    assert [name for name, (_, about) in cli.COMMANDS.items() if f"  {name:9}{about}\n" not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("stopped", "code", "said"),
+    [
+        (KeyboardInterrupt("parts are kept"), 130, "\naoquant: interrupted; parts are kept\n"),
+        (KeyboardInterrupt(), 130, "\naoquant: interrupted\n"),
+        (ImportError("no tyro"), 2, "aoquant: no tyro\n"),
+        (BrokenPipeError(), 1, ""),
+    ],
+    ids=repr,
+)
+def test_what_is_no_mistake_of_ours_ends_without_a_traceback(
+    stopped: BaseException, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command() -> None:
+        raise stopped
+
+    before = warnings.formatwarning
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        monkeypatch.setattr(cli, "doctor", command)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["doctor"])
+        print("later", flush=True)
+    assert (ended.value.code, (tmp_path / "err").read_text()) == (code, said)
+    assert (tmp_path / "out").read_text() == ("" if code == 1 else "later\n")  # nothing into a pipe that is closed
+    assert warnings.formatwarning is before
 
 
 MISTAKES = [

@@ -170,3 +170,20 @@ def test_the_folders_above_the_result_are_made(tmp_path: Path) -> None:
         assert not out.exists() and staged.path.parent == out.parent
         staged.publish()
     assert [p.name for p in out.parent.iterdir()] == ["out"] and (out / "weights").read_text() == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"ptq": "gptq"}, "--calibrate"),
+        ({"calibrate": Path("text.txt")}, "--calibrate"),
+        ({"export": Path(__file__)}, "test_convert_mistakes.py exists"),
+        ({"layers": ("a", "a")}, "'a'"),
+        ({"recipe": "nvpf4"}, "nvpf4"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_a_model_is_read(
+    options: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        cli.convert(**{"model": tmp_path / "nowhere", "recipe": "int4-g32", "out": tmp_path / "out"} | options)

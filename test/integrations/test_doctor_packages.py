@@ -1,4 +1,4 @@
-"""The rows of `aoquant doctor` about packages: what is there, what only has the name, what is absent."""
+"""The rows of `aoquant doctor` about packages, there, in name alone or absent, and about devices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import sys
 import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from aoquant import cli, ops
+from aoquant import Int4WeightConfig, LinearRecipe, QATConfig, cli, ops
+from aoquant.recipes import Recipe, get_recipe
 from aoquant.tools import doctor
 
 # row: the module that is imported, and its distribution
@@ -117,3 +119,98 @@ def test_a_name_is_no_package(symbols: Any, version: Any, found: str, monkeypatc
     assert row("qutlass")[1:3] == (found, version or "-")
     reason = dict(doctor.backends("cpu"))["qutlass"]
     assert reason.startswith("qutlass is not installed; ") == (found != "yes")
+
+
+def test_a_backend_runs_contracts_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(name: str, recipe: LinearRecipe, *_: object) -> str | None:
+        if name == "ggml":
+            return None if recipe.contract == "ggml" else f"computes ggml, not {recipe.contract}"
+        return {"all": None, "none": f"computes x, not {recipe.contract}"}.get(name, "needs a GPU")
+
+    names = ["all", "ggml", "none", "plain", "mslk", "qutlass"]
+    monkeypatch.setattr(doctor.kernels, "refusal", refusal)
+    monkeypatch.setattr(ops, "backend_names", lambda: names)
+    every = doctor.packages()
+    for absent, prefixes in (
+        ((), ("", "")),
+        (("mslk", "qutlass"), ("", "qutlass")),
+        (("fbgemm-gpu", "qutlass"), ("", "qutlass")),
+        (("mslk", "fbgemm-gpu"), ("mslk", "")),
+    ):
+        found = [p._replace(found="no" if p.package in absent else "yes") for p in every]
+        monkeypatch.setattr(doctor, "packages", lambda found=found: found)
+        said = dict(doctor.backends("cpu"))
+        assert list(said) == names
+        contracts = said["all"].removeprefix("runs ").split(", ")
+        assert contracts == sorted({*contracts}) and {"aoquant", "dequantize", "ggml"} <= {*contracts}
+        assert (said["ggml"], said["plain"]) == ("runs ggml", "needs a GPU") and "computes" not in said["none"]
+        for name, prefix in zip(("mslk", "qutlass"), prefixes, strict=True):
+            assert said[name] == (f"{prefix} is not installed; needs a GPU" if prefix else "needs a GPU")
+
+
+def test_each_recipe_for_linear_layers_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_try", lambda recipe, device: (recipe.name, device))
+    tried = dict(doctor.recipes("cpu"))
+    assert {*tried.values()} == {"cpu"} and {"nvfp4", "int8-static", "int4-g32-no-attention"} <= tried.keys()
+    assert not {"int4-g32-experts", "gguf-q8_0-kv-q8_0"} & tried.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "trains", "runs", "equal"),
+    [
+        ("int8-static", True, True, "bit-equal"),
+        ("mxfp4-no-attention", True, True, "bit-equal"),
+        ("torchao-int4-preshuffled", True, False, "not run"),
+    ],
+)
+def test_what_a_recipe_does_here(name: str, trains: bool, runs: bool, equal: str) -> None:
+    tried = doctor._try(get_recipe(name), "cpu")
+    assert (tried.recipe, tried.trains == "yes", tried.runs == "yes", tried.equal) == (name, trains, runs, equal)
+
+
+def test_a_recipe_that_does_not_train_or_converts_to_another_layer_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Recipe("group", lambda: Int4WeightConfig(48), "a group that does not divide K")
+    tried = doctor._try(group, "cpu")
+    assert "48" in tried.trains and tried[2:] == ("-", "-")
+    real = doctor.quantize_
+
+    def changed(model: Any, config: QATConfig) -> None:
+        real(model, config)
+        if config.step == "convert":
+            model.linear.bias.data += 1
+
+    monkeypatch.setattr(doctor, "quantize_", changed)
+    assert doctor._try(get_recipe("int8-weight"), "cpu") == ("int8-weight", "yes", "yes", "DIFFERENT")
+
+
+def test_every_device_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {
+        "GPU 0": ("One", 9, 0, 80 << 30, "compute capability 9.0, 80 GiB"),
+        "GPU 1": ("Two", 12, 1, 11.6 * 2**30, "compute capability 12.1, 12 GiB"),
+    }
+    names = ("name", "major", "minor", "total_memory")
+    found = [SimpleNamespace(**dict(zip(names, gpu, strict=False))) for gpu in gpus.values()]
+    for native, said in ((doctor.native, "no nvcc"), (doctor.native_cpu, "no compiler")):
+        monkeypatch.setattr(native, "why_not", lambda said=said: said)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    without = dict(doctor.versions())
+    assert (without["CUDA kernels"], without["CPU kernels"]) == ("no nvcc", "no compiler") and "GPU" in without
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: found[i])
+    rows = dict(doctor.versions())
+    assert rows == {k: v for k, v in without.items() if k != "GPU"} | {
+        row: f"{name}, {about}" for row, (name, *_, about) in gpus.items()
+    }
+
+
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert doctor.default_device() == device
+
+
+def test_bfloat16_is_slow_on_any_cpu_without_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, slow in (("AVX2", True), ("DEFAULT", True), ("AVX512", False), ("AVX512_BF16", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert [doctor.slow_in_bfloat16(device) for device in ("cpu", "cpu:0", "cuda:0")] == [slow, slow, False]

@@ -157,3 +157,23 @@ def test_a_file_that_convert_cannot_use(
 def test_a_place_that_is_not_there_is_refused_before_anything_is_scored(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere is no folder"):
         cli.choose(assets(), ("int4-g32",), 5.0, tmp_path / "text.txt", out=tmp_path / "nowhere" / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "rest"),
+    [
+        ("a.yaml --steps 2", "a.yaml", "--steps 2"),
+        ("--config a.yaml", "a.yaml", ""),
+        ("--steps 2 --config a.yaml --out o", "a.yaml", "--steps 2 --out o"),
+        ("--steps 2 --config=a=b.yaml --out o", "a=b.yaml", "--steps 2 --out o"),
+        ("--out a.yaml", None, "--out a.yaml"),
+        ("", None, ""),
+    ],
+)
+def test_a_file_of_options_is_taken_from_among_the_others(arguments: str, path: str | None, rest: str) -> None:
+    given = arguments.split()
+    taken = cli._take_config(given)
+    assert (taken, given) == (None if path is None else Path(path), rest.split())
+    if path is not None:
+        with pytest.raises(ValueError, match="--config"):
+            cli._take_config(["--steps", "2", "--config"])

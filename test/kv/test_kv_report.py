@@ -18,6 +18,7 @@ import aoquant
 from aoquant import KVCacheConfig, QATConfig, quantize_
 from aoquant.formats.kv import KV_NAMES
 from aoquant.kv import hook
+from aoquant.ops import kv
 from aoquant.report.cache_rows import caches_of
 from aoquant.report.measure import sqnr
 
@@ -267,6 +268,17 @@ def test_explain() -> None:
         assert [r.backend for r in said.routes] == ["torch", *["the model's attention function, on decoded values"] * 2]
     with pytest.raises(ValueError, match="attention module with a quantised KV cache"):
         aoquant.explain(model().get_submodule(LAYER))
+
+
+def test_explain_asks_for_the_device_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set[tuple[str, torch.dtype]]()
+    monkeypatch.setattr(kv, "writes", lambda format, x, scale: asked.add((x.device.type, x.dtype)) or True)
+    made = prepared()
+    for one, device in ((made, "cpu"), (copy.deepcopy(made).to("meta"), "meta")):
+        found = aoquant.explain(one.get_submodule(LAYER), torch.float16).routes[0]
+        assert dict(found.rows) == {"triton": "runs", "torch": "willing, lower priority"}
+        assert asked == {(device, torch.float16)}
+        asked.clear()
 
 
 def test_a_batch_that_holds_a_cache_stays_as_it_was() -> None:

@@ -340,3 +340,17 @@ def test_a_frozen_stack_and_a_float_one_at_once(monkeypatch: pytest.MonkeyPatch)
     e.unprepare_stack("down_proj")
     y = model(*given)
     assert torch.isfinite(y).all() and torch.count_nonzero(y) > 0
+
+
+@pytest.mark.parametrize("prepared", ["gate_up_proj", "down_proj"])
+@families
+def test_a_float_stack_beside_a_prepared_one_takes_tokens_of_other_ranks(family: str, prepared: str, way: str) -> None:
+    """Choices of the number behind the last expert add nothing, down to the first of them."""
+    model = made(family, way)
+    quantize_(model, QATConfig(FqnToConfig({f"experts.{prepared}": Int4WeightConfig(32)})))
+    x, index, weights = routed(16, "random")
+    for elsewhere in (1, 5):
+        others = index.clone()
+        others.view(-1)[:elsewhere] = E
+        own = others.clamp(max=E - 1), weights.masked_fill(others == E, 0)
+        assert torch.equal(model(x, others, weights), model(x, *own))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -70,6 +71,64 @@ def test_what_packed_experts_cannot_do_is_refused() -> None:
             torch.matmul(a, b)
     with pytest.raises(ValueError, match="multiplied as x @"):
         x @ turned
+
+
+# operands are rows x of one expert, x for each, packed (E, N, K) and (E, K, N)
+REFUSED: dict[str, Callable[..., Tensor]] = {
+    "bmm, not turned": lambda x, each, w, t: torch.bmm(each, w),
+    "bmm, on the left": lambda x, each, w, t: torch.bmm(w, t),
+    "bmm, two packed": lambda x, each, w, t: torch.bmm(t.transpose(1, 2), t),
+    "bmm, one expert": lambda x, each, w, t: torch.bmm(each, t[1]),
+    "matmul, stacked": lambda x, each, w, t: x @ t,
+    "matmul, on the left": lambda x, each, w, t: t[1] @ x,
+    "matmul, two packed": lambda x, each, w, t: w[1] @ t[1],
+    "linear, stacked": lambda x, each, w, t: nn.functional.linear(x, w),
+    "linear, turned": lambda x, each, w, t: nn.functional.linear(x, t[1]),
+    "grouped_mm, not turned": lambda x, each, w, t: nn.functional.grouped_mm(x, w, offs=ENDS),
+    "grouped_mm, one expert": lambda x, each, w, t: nn.functional.grouped_mm(x, t[1], offs=ENDS),
+    "grouped_mm, rows of each": lambda x, each, w, t: nn.functional.grouped_mm(each, t, offs=ENDS),
+    "grouped_mm, no offsets": lambda x, each, w, t: nn.functional.grouped_mm(x, t),
+    "grouped_mm, a bias": lambda x, each, w, t: nn.functional.grouped_mm(x, t, offs=ENDS, bias=x[0, :32]),
+    "grouped_mm, a dtype": lambda x, each, w, t: nn.functional.grouped_mm(x, t, offs=ENDS, out_dtype=torch.float32),
+    "grouped_mm, two packed": lambda x, each, w, t: nn.functional.grouped_mm(w[1], t, offs=ENDS),
+}
+ENDS = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_product_of_other_operands_is_refused(how: str) -> None:
+    w = torch.randn(E, 32, 64, dtype=torch.bfloat16)
+    packed = packed_experts([linear_of(e, "int4-g32/").weight.data for e in w])
+    x = torch.randn(E, 5, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="expert"):
+        REFUSED[how](x[0], x, packed, packed.transpose(1, 2))
+
+
+def test_each_expert_multiplies_rows_of_its_own() -> None:
+    linears = [linear_of(w, "int4-g32/") for w in torch.randn(E, 32, 64, dtype=torch.bfloat16)]
+    turned = packed_experts([layer.weight.data for layer in linears], transposed=True)
+    x = torch.randn(E, 5, 64, dtype=torch.bfloat16)
+    assert turned.shape == (E, 64, 32)
+    assert torch.equal(torch.bmm(x, turned), torch.stack([layer(rows) for layer, rows in zip(linears, x, strict=True)]))
+
+
+def test_experts_that_differ_are_not_stacked() -> None:
+    """The one that does is named by its number."""
+    w = torch.randn(32, 64, dtype=torch.bfloat16)
+    one = linear_of(w, "int4-g32/").weight.data
+    others = {
+        "format": linear_of(w, "nvfp4/").weight.data,
+        "activation": linear_of(w, "int4-g32/int8-row").weight.data,
+        "shape": linear_of(w[:16], "int4-g32/").weight.data,
+        "dtype": linear_of(w.float(), "int4-g32/").weight.data,
+        "float": w,
+        "stack": packed_experts([one]),
+    }
+    for other in others.values():
+        with pytest.raises(ValueError, match="expert 2"):
+            packed_experts([one, one, other])
+    with pytest.raises(ValueError, match="none"):
+        packed_experts([])
 
 
 def linear_of(w: Tensor, recipe: str) -> nn.Linear:

@@ -29,12 +29,13 @@ from aoquant import (
     Int4WeightConfig,
     IntxWeightConfig,
     MXFP4WeightConfig,
+    MXFP8WeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
     QATConfig,
     quantize_,
 )
-from aoquant.config import WeightConfig
+from aoquant.config import SCHEMA, WeightConfig
 from aoquant.formats import Format, get_format
 from aoquant.linear.prepared import QATLinear
 
@@ -291,6 +292,27 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no activation": (lambda: NVFP4WeightConfig(activation=False), "activation"),
     "static": (lambda: NVFP4WeightConfig(outer="static"), "pts"),
     "pts": (lambda: NVFP4WeightConfig("static", "0.1"), "pts"),
+    **{
+        f"pts of {n}": (lambda n=n: NVFP4WeightConfig(pts=0.1, numerics=n), "pts")
+        for n in ("ao", "te", "xx", "qutlass")
+    },
+    "no pts of qutlass": (lambda: NVFP4WeightConfig("static", numerics="qutlass"), "pts"),
+    "outer of te": (lambda: NVFP4WeightConfig("static", 0.1, numerics="te"), "outer"),
+    **{
+        f"no outer of {n}": (lambda n=n: NVFP4WeightConfig("none", numerics=n), "outer")
+        for n in ("te", "xx", "qutlass")
+    },
+    **{f"tile of {n}": (lambda n=n: NVFP4WeightConfig(tile=16, numerics=n), "tile") for n in ("ao", "xx", "qutlass")},
+    "metric": (lambda: NVFP4WeightConfig(metric="mae"), "metric"),
+    "outer of four_over_six": (lambda: NVFP4WeightConfig("none", rule="four_over_six"), "outer"),
+    "pts of four_over_six": (lambda: NVFP4WeightConfig(pts=0.1, rule="four_over_six"), "pts"),
+    "gridflip inputs": (lambda: GridFlipFP4WeightConfig(activation="gridflip"), "activation"),
+    "a newer schema": (lambda: MXFP4WeightConfig(version=SCHEMA + 1), f"{SCHEMA + 1}"),
+    "one bit": (lambda: IntxWeightConfig(1), "bits"),
+    "no bits": (lambda: IntxWeightConfig(0, mapping="asymmetric"), "bits"),
+    "mapping": (lambda: IntxWeightConfig(mapping="even"), "mapping"),
+    "element": (lambda: MXFP8WeightConfig("e3m4"), "element"),
+    "rule of quest": (lambda: MXFP8WeightConfig(rule="quest"), "rule"),
     "rule": (lambda: MXFP4WeightConfig(rule="up"), "rule"),
     "rules": (lambda: NVFP4WeightConfig(rule=["search"]), "rule"),
     "rule of te": (lambda: NVFP4WeightConfig(numerics="te", rule="four_over_six"), "numerics='te'"),

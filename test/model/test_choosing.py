@@ -33,6 +33,16 @@ def test_words_choose() -> None:
     assert recipes("vllm rtx 4090") == recipes("vllm NVIDIA GeForce RTX4090") == recipes("vllm ada") != recipes("vllm")
 
 
+# 4-bit floats of both operands, fewer bits than 4, and what is trained with a backward of its own
+TRAINED = {"fp8-hybrid", "int2-g32", "int3-g32", "mxfp4-experts", "mxfp4-h32", "nvfp4", "nvfp4-4over6", "nvfp4-training",
+           "nvfp4-wush", "quartet2", "torchao-int8-int4", "vllm-mxfp4", "vllm-nvfp4", "vllm-nvfp4-weight"}  # fmt: skip
+
+
+def test_ptq_leaves_out_what_has_to_be_trained() -> None:
+    assert {choice.recipe for choice in choosing.CHOICES} - set(recipes("ptq")) == TRAINED
+    assert {*recipes("pytorch ptq"), *TRAINED} >= set(recipes("pytorch"))
+
+
 CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
 
 
@@ -108,6 +118,24 @@ def test_a_recipe_that_is_chosen_for_its_speed_is_faster_than_bf16(want: str) ->
 
 def test_the_page_has_the_table() -> None:
     assert choosing.markdown() in (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+
+
+def test_measurements_are_read_and_shown_as_ratios(tmp_path: Path) -> None:
+    lines = (
+        "# a model",
+        "# on a GPU",
+        "recipe,bits,float,ptq,qat,seeds",
+        "int8,8.125,10,10.5,10.25,3",
+        "nvfp4,4.5,10,1e8,,0",
+    )
+    path = tmp_path / "measured.csv"
+    path.write_text("\n".join(lines))
+    assert choosing.source(path) == "a model on a GPU"
+    numbers = choosing.measured(path)
+    assert numbers["nvfp4"] == choosing.Measured(4.5, 10.0, 1e8, None, 0)
+    shown = {row[2]: row[4:] for row in choosing.rows(code=False, numbers=numbers)}
+    assert shown["int8"] == ("8.12", "1.050", "1.025", "3") and shown["nvfp4"] == ("4.50", "1.0e+07", "", "")
+    assert {cells for name, cells in shown.items() if name not in numbers} == {("not measured", "", "", "")}
 
 
 def test_the_command_prints_measurements_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,20 @@ def test_what_experts_hold() -> None:
     assert w.grad is experts._parameters["gate_up_proj"].grad is not None
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_packed_experts_have_the_values_of_the_float32_model(family: str) -> None:
+    """Of a stack and of an expert, before they are encoded and after."""
+    plain, packed, _ = pair(family, "mxfp4")
+    of, made = (m.model.layers[0].mlp.experts for m in (plain, packed))
+    assert isinstance(made.down_proj, GatheredWeight)
+    for name in of.stacks:
+        assert torch.equal(made.values(name), of.values(name)) and made.values(name).dtype == torch.float32
+        assert torch.equal(made.matrix(name, 2), of.matrix(name, 2))
+        assert torch.equal(made.quantised_weight(name), of.quantised_weight(name))
+        a, b = (m.encode_expert(name, 2, torch.float32) for m in (made, of))
+        assert torch.equal(a.codes, b.codes) and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+
+
 def test_a_bf16_model_trains_on_float32_masters() -> None:
     model = small("mixtral").bfloat16()
     masters = quantized_model_init(model, QATConfig("mxfp4"))

@@ -122,6 +122,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "outer": [
         {"outer": None}, {"format": "nvfp4-none"}, {"outer": torch.ones(5)}, {"outer": torch.ones(1, dtype=torch.int64)},
         *({"outer": outer} for outer in (float("nan"), 0.0, -1.0, float("inf"))),
+        {"outer": torch.ones(24).index_fill(0, torch.tensor(7), float("nan"))},
     ],
     "bias": [{"bias": torch.ones(5)}],
     "device": [{"bias": torch.ones(24, device="meta")}],

@@ -16,7 +16,7 @@ import aoquant
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.config import named
 from aoquant.linear.prepared import QATLinear
-from aoquant.recipes import mixed
+from aoquant.recipes import get_recipe, mixed
 
 
 def model() -> nn.Sequential:
@@ -86,6 +86,46 @@ def test_bare_names_choose_layers_and_names_with_recipes_change_them() -> None:
     assert [m.weight.format for m in changed] == ["nvfp4", changed[1].weight.format] and "8" in changed[1].weight.format
     with pytest.raises(ValueError, match="'=nvfp4'"):
         mixed("nvfp4", ["=nvfp4"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "skip", "wanted"),
+    [
+        ([], ["0"], {"0": None, "_default": "nvfp4"}),
+        (["0"], [], {"0": "nvfp4"}),
+        (["0=int8"], [], {"0": "int8", "_default": "nvfp4"}),
+        (["0=int8", "1"], ["2"], {"2": None, "0": "int8", "1": "nvfp4"}),
+        (["re:a=b=int8"], [], {"re:a=b": "int8", "_default": "nvfp4"}),
+    ],
+)
+def test_layers_and_skip_are_entries_of_one_config(
+    layers: list[str], skip: list[str], wanted: dict[str, str | None]
+) -> None:
+    for step in ("make", "prepare"):
+        made = {name: None if r is None else getattr(get_recipe(r), step)() for name, r in wanted.items()}
+        found = mixed("nvfp4", layers, skip, make=lambda recipe, step=step: getattr(recipe, step)())
+        assert list(found.fqn_to_config.items()) == list(made.items())
+    assert mixed("nvfp4") == NVFP4WeightConfig()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layers", "skip", "name"),
+    [
+        ("nvfp4", ["0", "0"], [], "'0'"),
+        ("nvfp4", ["0", "0=int8"], [], "'0'"),
+        ("nvfp4", ["0"], ["0"], "'0'"),
+        ("nvfp4", ["0="], [], "'0='"),
+        ("nvfp4", ["1", ""], [], "''"),
+        ("int4-g32-experts", ["0"], [], "int4-g32-experts"),
+        ("int4-g32-experts", [], ["0"], "int4-g32-experts"),
+    ],
+)
+def test_layers_that_are_named_twice_or_not_at_all_are_refused(
+    recipe: str, layers: list[str], skip: list[str], name: str
+) -> None:
+    for step in ("make", "prepare"):
+        with pytest.raises(ValueError, match=name):
+            mixed(recipe, layers, skip, make=lambda r, step=step: getattr(r, step)())
 
 
 def test_star_import_without_transformers() -> None:

@@ -49,6 +49,9 @@ def test_ranges_are_exact() -> None:
     assert multiplied(found) == [
         (1, 2, "reference"), (3, 89, "narrow"), (90, 100, "narrow"), (101, 5000, "wide"), (5001, None, "reference"),
     ]  # fmt: skip
+    printed = [line.strip() for line in str(found).splitlines() if line.startswith("  multiply")]
+    for line, (first, last, name) in zip(printed, multiplied(found), strict=True):
+        assert line == f"multiply, M = {first}{' and above' if last is None else f' to {last}'}: {name}"
     said = {r.first: dict(r.rows) for r in found.routes if r.step == "multiply"}
     assert said[90]["wide"] == "willing, lower priority" and said[3]["wide"].startswith("for M from 90")
     assert "needs a CUDA device" in said[1]["tensor-cores"]
@@ -83,6 +86,40 @@ def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
     )
     weights_alone = explain(layer(NVFP4WeightConfig(activation=None)))
     assert [r.step for r in weights_alone.routes] == ["encode the weight", "multiply"]
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "static", "learned"])
+def test_what_is_under_held_scales_is_said(scales: str) -> None:
+    """In the prepared layer: the names of a converted one have the scales in them."""
+    config = QATConfig(aoquant.IntxWeightConfig(4, 32, activation="int8-tensor-static"), scales=scales)
+    m = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    quantize_(m, config)
+    aoquant.calibrate(m, [torch.randn(4, 64).bfloat16()])
+    weight = "encode the weight" if scales == "dynamic" else "hold the weight"
+    assert [r.step for r in explain(m[0]).routes] == ["hold the input", weight, "multiply"]
+    quantize_(m, QATConfig(step="convert"))
+    assert [r.step for r in explain(m[0]).routes] == ["encode the input", "decode the weight", "multiply"]
+
+
+def test_what_decodes_a_packed_weight_without_gradients_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else of the routes changes; what is forced runs alone."""
+    m = layer()
+    prepared = explain(m)
+    quantize_(nn.Sequential(m), QATConfig(step="convert"))
+    before = {r.step: r.rows for r in explain(m).routes}
+    with backend("reference"):
+        forced = explain(m)
+    monkeypatch.setattr(aoquant.tools.explain.tensor_cores, "by_csrc", lambda request, w: True)
+    after = {r.step: r.rows for r in explain(m).routes}
+    assert [step for step in after if after[step] != before[step]] == ["decode the weight"]
+    first, *rest = after["decode the weight"]
+    assert first == ("aoquant_native::decode_values", "runs") and [name for name, _ in rest] == [
+        name for name, _ in before["decode the weight"]
+    ]
+    assert ("reference", "runs") not in rest and "under autograd" in dict(rest)["reference"]
+    with backend("reference"):
+        assert explain(m) == forced
+    assert explain(layer()) == prepared
 
 
 def test_a_fixed_weight_is_said_and_is_not_encoded() -> None:
@@ -165,6 +202,12 @@ def test_what_has_no_router_is_refused() -> None:
     for what, name in ((model, "Sequential"), (model[0], "Linear"), (converted[0], "Int8Tensor"), ("nvfp4", "str")):
         with pytest.raises(ValueError, match=name):
             explain(what)
+
+
+@pytest.mark.parametrize(("engine", "gpu"), [("tgi", None), ("vllm", "a100"), ("llama.cpp", "h100")])
+def test_engines_and_gpus_that_nothing_is_known_of_are_refused(engine: str, gpu: str | None) -> None:
+    with pytest.raises(ValueError, match=gpu or engine):
+        explain(layer(), engine=engine, gpu=gpu)
 
 
 def test_int4_behind_a_transform_asks_what_the_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,17 @@ def test_a_gate_of_another_width_and_other_experts_are_no_routers() -> None:
     assert freeze_routers(beside) == [f"model.layers.{i}.router" for i in range(2)]
 
 
+def test_a_layer_without_a_routers_name_is_one_by_its_rows() -> None:
+    """Beside stacked experts, where nothing has the name; of experts in a list the name alone tells."""
+    stacked, listed = Called("place").experts, Listed().experts
+    layers = {"chosen": nn.Linear(64, 4), "mixer": nn.Linear(64, 64), "norm": nn.LayerNorm(64)}
+    model = nn.ModuleDict({"a": nn.ModuleDict({**layers, "experts": stacked})})
+    assert [*routers_of(model)] == ["a.chosen"] and [*routers_of(model["a"])] == ["chosen"]
+    assert routers_of(nn.ModuleDict({**layers, "experts": listed})) == {}
+    named = nn.ModuleDict({**layers, "my_router": nn.Linear(64, 9), "experts": stacked})
+    assert [*routers_of(named)] == ["my_router"]
+
+
 def test_a_router_that_casts_its_layer_in_every_forward_runs_converted() -> None:
     torch.manual_seed(0)
     model = switch().to(torch.bfloat16).eval()
