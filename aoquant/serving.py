@@ -110,7 +110,7 @@ def foreseen(recipes: Sequence[LinearRecipe], engine: str | None, gpu: str | Non
     """
     if engine is None:
         if gpu is not None:
-            raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
+            raise ValueError(f"gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
         return []
     check(engine, gpu)
     return [s for r in recipes for s in (*differences(r, engine, gpu), *refused(r, engine, experts=experts))]

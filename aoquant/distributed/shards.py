@@ -120,7 +120,8 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
     """
     mesh, shape = t.device_mesh, [t.shape[d] for d in dims]
     local, first = compute_local_shape_and_global_offset(t.shape, mesh, t.placements)
-    cut = [d for d in dims if _part_size(t, d) < t.shape[d]]  # otherwise the first rank has everything
+    begins = {d: _begins(t.shape[d], _ranks(t, d)) for d in dims}
+    cut = [d for d in dims if len(begins[d]) > 1]  # otherwise the first rank has everything
     groups = tuple(groups_of(mesh, t.placements, cut))
     if not cut:
         return Axis(name, Span(0, prod(shape)), (), 0)
@@ -131,7 +132,7 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
         )
     inner = {d: prod(shape[i + 1 :]) for i, d in enumerate(dims)}  # of the axis, in one step along each dimension
     begin = sum(first[d] * inner[d] for d in cut)
-    unit = gcd(*(_part_size(t, d) * inner[d] for d in cut))
+    unit = gcd(*(b * inner[d] for d in cut for b in begins[d]))
     if last == dims[0]:
         return Axis(name, Span(begin, prod(shape)), groups, unit)
     run, stride = local[last] * inner[last], t.shape[last] * inner[last]
@@ -139,13 +140,19 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
     return Axis(name, Span(begin, prod(shape), run, stride), groups, unit)
 
 
-def _part_size(t: DTensor, dim: int) -> int:
-    """Return what the first rank has of a dimension: the others begin at multiples of it."""
-    size = t.shape[dim]
-    for i, p in enumerate(t.placements):
-        if getattr(p, "dim", None) == dim:
-            size = -(-size // t.device_mesh.size(i))
-    return size
+def _ranks(t: DTensor, dim: int) -> list[int]:
+    """Return into how many parts each mesh dimension cuts a dimension, the outermost cut first."""
+    cuts = [i for i, p in enumerate(t.placements) if getattr(p, "dim", None) == dim]
+    cuts.sort(key=lambda i: getattr(t.placements[i], "split_factor", 1) > 1)  # a strided shard cuts what others left
+    return [t.device_mesh.size(i) for i in cuts]
+
+
+def _begins(size: int, ranks: Sequence[int]) -> list[int]:
+    """Return where the parts of a dimension begin that hold anything."""
+    if not ranks:
+        return [0]
+    part = -(-size // ranks[0])
+    return [at + b for at in range(0, size, part or 1) for b in _begins(min(part, size - at), ranks[1:])]
 
 
 def _part(rows: Axis, columns: Axis) -> Part:

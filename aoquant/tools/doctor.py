@@ -226,4 +226,4 @@ def _try(recipe: Recipe, device: str) -> Tried:
 
 def _line(error: BaseException) -> str:
     """Return the last line of a message: the problem of the only layer, without its name and shape."""
-    return str(error).strip().splitlines()[-1].strip().removeprefix("0 (128, 256): ")
+    return str(error).strip().splitlines()[-1].strip().removeprefix("linear (128, 256): ")

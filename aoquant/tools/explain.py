@@ -76,7 +76,7 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
         quantised: the same, M the query tokens of a sequence. Or a request (`ops.Request`, `ops.CodecRequest`): a list
         of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
-    engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
+    engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer, or cannot hold.
 
     Raises:
         ValueError: anything else, such as a whole model or a layer with a torchao tensor, which calls its own kernel.
@@ -132,10 +132,10 @@ def _known(layer: QATLinear) -> _Known:
     return _Known(codes, True, "; its weight is fixed: codes made once are multiplied without encoding")
 
 
-def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[str, ...]:
-    """Return what the engine computes otherwise; without an engine, what a GPU changes."""
-    if engine is not None:
-        return tuple(serving.differences(recipe, engine, gpu))
+def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None, *, experts: bool = False) -> tuple[str, ...]:
+    """Return what the engine computes otherwise, or cannot hold; without an engine, what a GPU changes."""
+    if engine is not None or gpu is not None:
+        return tuple(serving.foreseen([recipe], engine, gpu, experts=experts))
     note = serving.note(recipe)
     return (note,) if note else ()
 
@@ -147,7 +147,7 @@ def _cache(module: torch.nn.Module, dtype: torch.dtype | None) -> Routes:
     like = next(t for t in module.parameters() if t.is_floating_point())
     dtype, dim, size = dtype or like.dtype, hook.head_dims(module)[0], hook.bytes_per_token(module, quant.config)
     about = "; ".join(filter(None, (quant.config.about, hook.said(hook.static_scales(module)))))
-    shown = torch.empty((1, 1, 1, max(dim, 1)), dtype=dtype, device="meta" if like.is_meta else like.device)
+    shown = torch.empty((1, 1, 1, max(dim, 1)), dtype=dtype, device=like.device)
     lacks = next((f.name for f in (k, v) if not kv.writes(f, shown, None)), None)
     triton = "runs" if lacks is None else f"does not write {lacks} of {dtype} on {like.device.type}"
     latent = "latent attention is decoded first" if hook.is_latent(module) else None
@@ -180,7 +180,7 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
             dataclasses.replace(r, step=f"{name}: {r.step}")
             for r in _routes(recipe, weight, dtype or weight.dtype, state, _Known())
         ]
-        served += _served(recipe, engine, gpu)
+        served += _served(recipe, engine, gpu, experts=True)
     if not titles:
         raise ValueError("explain takes prepared or converted experts, got float ones: quantize_ them first")
     return Routes("\n".join(titles), tuple(routes), tuple(served))

@@ -162,6 +162,7 @@ CUT: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((12, 5, 8), [Shard(0), Replicate()]),
     ((12, 5, 8), [Replicate(), Shard(0)]),
     ((12, 8), [Shard(0), Shard(0)]),
+    ((94, 8), [Shard(0), Shard(0)]),  # parts of parts are not all of one size
     ((4, 6, 8), [Replicate(), Shard(1)]),
     ((4, 6, 8), [Shard(0), Shard(1)]),
     ((1, 6, 8), [Shard(0), Shard(1)]),  # of which half the ranks have nothing

@@ -141,9 +141,17 @@ def test_what_an_engine_computes_otherwise_is_said(recipe: str, engine: str, gpu
     layer = torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16))
     with warnings.catch_warnings(action="ignore"):
         quantize_(layer, config)
-    assert (f"served: {messages[0]}" if said else "served") in str(
-        explain(layer[0], engine=engine, gpu=gpu)
-    ) or not said
+    routes = explain(layer[0], engine=engine, gpu=gpu)
+    assert {*messages} <= {*routes.served} and all(f"served: {m}" in str(routes) for m in messages)
+
+
+def test_what_an_engine_cannot_hold_of_experts_is_said() -> None:
+    recipe, model = get_recipe("int4-g32-experts"), model_of("mixtral")
+    with pytest.warns(match="cannot hold int4-g32") as caught:
+        quantize_(model, recipe.prepare(engine="vllm"))
+    experts = model.model.layers[0].mlp.experts
+    said = explain(experts, engine="vllm").served
+    assert said and {*said} <= {str(w.message) for w in caught}
 
 
 # (engine, weight/activation, contract): how many differences on any GPU and on each of `serving.ENGINES`
