@@ -104,6 +104,18 @@ def test_convert_takes_the_cache_of_prepare() -> None:
     quantize_(model, QATConfig(FLAG, step="convert"))
 
 
+def test_convert_takes_the_caches_that_were_prepared_alone() -> None:
+    """A module that was left out by name stays so, and a second convert finds none that is prepared."""
+    model = llama()
+    names = {"model.layers.1.self_attn": None, "_default": KVCacheConfig("int8-token-head")}
+    quantize_(model, QATConfig(FqnToConfig(names), step="prepare"))
+    quantize_(model, QATConfig(step="convert"))
+    assert hook.quantised(model).keys() == {"model.layers.0.self_attn"}
+    assert model.model.layers[0].self_attn.kv_quant.converted
+    with pytest.raises(ValueError, match="no KV cache to quantise"):
+        quantize_(model, QATConfig(step="convert"))
+
+
 def test_a_filter_chooses_layers() -> None:
     model = llama()
     quantize_(model, FLAG, lambda m, fqn: "mlp" in fqn)
