@@ -22,7 +22,7 @@ from aoquant import (
 )
 from aoquant.calibrate import uncalibrated
 from aoquant.kv import hook
-from aoquant.linear.prepared import QATLinear
+from aoquant.linear.prepared import PreparedModule, QATLinear
 from aoquant.recipes import mixed
 
 IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -104,12 +104,35 @@ def test_convert_takes_the_cache_of_prepare() -> None:
     quantize_(model, QATConfig(FLAG, step="convert"))
 
 
+def test_convert_takes_the_caches_that_were_prepared_alone() -> None:
+    """A module that was left out by name stays so, and a second convert finds none that is prepared."""
+    model = llama()
+    names = {"model.layers.1.self_attn": None, "_default": KVCacheConfig("int8-token-head")}
+    quantize_(model, QATConfig(FqnToConfig(names), step="prepare"))
+    assert not any(isinstance(m, PreparedModule) for m in model.modules())
+    quantize_(model, QATConfig(step="convert"))
+    assert hook.quantised(model).keys() == {"model.layers.0.self_attn"}
+    assert model.model.layers[0].self_attn.kv_quant.converted
+    with pytest.raises(ValueError, match="no KV cache to quantise"):
+        quantize_(model, QATConfig(step="convert"))
+
+
 def test_a_filter_chooses_layers() -> None:
     model = llama()
     quantize_(model, FLAG, lambda m, fqn: "mlp" in fqn)
     assert len(hook.quantised(model)) == 2
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, PackedTensor)
     assert not isinstance(model.model.layers[0].self_attn.q_proj.weight, PackedTensor)
+
+
+def test_a_cache_that_is_left_out_by_name_leaves_the_layers_to_the_filter() -> None:
+    model = llama()
+    both = QATConfig("int4-g32", kv_cache=KVCacheConfig("int8-token-head"), step="prepare")
+    config = FqnToConfig({"model.layers.0.self_attn": None, "_default": both})
+    quantize_(model, config, lambda m, fqn: "mlp" in fqn)
+    assert hook.quantised(model).keys() == {"model.layers.1.self_attn"}
+    prepared = [fqn for fqn, m in model.named_modules() if isinstance(m, QATLinear)]
+    assert len(prepared) == 6 and all("mlp" in fqn for fqn in prepared)
 
 
 def test_a_model_without_attention_is_refused() -> None:

@@ -146,6 +146,16 @@ def test_layers_that_were_not_reached_are_named_and_nothing_changes() -> None:
     assert uncalibrated(model) == ["used.up", "used.down", "idle.up", "idle.down"]
 
 
+def test_a_fitted_transform_takes_one_row_and_names_a_layer_without_any() -> None:
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantize_(layers, QATConfig(NVFP4WeightConfig(transform=WUSH(16))))
+    with pytest.raises(ValueError, match=r"(?s)1: the forward loop did not reach it") as error:
+        calibrate(layers, lambda model: model[0](torch.randn(4, 32)))
+    assert "0: " not in str(error.value) and uncalibrated(layers) == ["0", "1"]
+    calibrate(layers, [torch.randn(1, 32)])
+    assert not uncalibrated(layers)
+
+
 RANGES = {
     "zero": torch.zeros(2, 64),
     "nan": torch.full((2, 64), float("nan")),

@@ -46,6 +46,14 @@ def assert_plain(model: nn.Sequential) -> None:
 # ---- prepare and convert before the weights are there
 
 
+@pytest.mark.parametrize(("build", "device"), [(net, "cpu"), (net, "meta"), (on_meta, "meta")])
+@pytest.mark.parametrize("config", ["int4-g32", QATConfig("int4-g32", step="prepare")], ids=["quantise", "prepare"])
+def test_a_device_takes_weights_with_values_and_meta_takes_those_without(build: Any, device: str, config: Any) -> None:
+    model = build()
+    quantize_(model, config, device=device)
+    assert {t.device.type for t in model.state_dict().values()} == {device}
+
+
 @pytest.mark.parametrize("build", [on_meta, empty], ids=["torch.device", "init_empty_weights"])
 @pytest.mark.parametrize("load", ["assign", "to_empty"])
 @pytest.mark.parametrize("config", (OURS | TORCHAO).values(), ids=OURS | TORCHAO)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.export_cases import llama, packed
 from support.models import IDS, SMALL
+from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -70,6 +71,22 @@ def test_log_probabilities_are_equal_after_a_step(name: str) -> None:
         assert refresh_(converted, prepared) == (15 if "tied" in name else 14)
         assert torch.equal(converted(IDS).logits.log_softmax(-1), wanted)
     assert tensors == [t.data_ptr() for w in packed(converted).values() for t in (w.qdata, w.scale) if t is not None]
+
+
+@torch.no_grad()
+def test_biases_and_buffers_follow() -> None:
+    prepared = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)).eval()
+    quantize_(prepared, QATConfig(CONFIGS["q4_0"], step="prepare"))
+    converted = copy.deepcopy(prepared)
+    quantize_(converted, QATConfig(step="convert"))
+    for t in (prepared[0].bias, prepared[2].bias, *prepared[1].parameters(), *prepared[1].buffers()):
+        t.add_(1)
+    assert refresh_(converted, prepared) == 2
+    for name, t in (*prepared.named_buffers(), *prepared.named_parameters()):
+        if not name.endswith(("0.weight", "2.weight")):
+            assert torch.equal(converted.state_dict()[name], t), name
+    x = torch.randn(3, 32)
+    assert torch.equal(converted(x), prepared(x))
 
 
 def test_compiled_code_of_the_copy_stays_valid() -> None:

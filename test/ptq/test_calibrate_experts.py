@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.moe_models import MODELS, OTHERS, model_of
 from torch import Tensor
+from torchao.quantization import FqnToConfig
 
 import aoquant
 from aoquant import CalibrateConfig, PackedWeightConfig, QATConfig, calibrate_ptq, quantize_
@@ -112,6 +113,12 @@ def test_the_gram_of_an_expert_is_that_of_its_own_tokens(monkeypatch: pytest.Mon
         own = x[(index == expert).any(-1) & mask.flatten().bool()]
         assert rows == len(own)
         torch.testing.assert_close(gram.tril(), (own.t() @ own).tril())
+
+
+def test_stacks_whose_scales_cannot_be_held_are_named() -> None:
+    config = FqnToConfig({r"re:.*\.experts": PackedWeightConfig("intx4-g32-hqq")})
+    with pytest.raises(ValueError, match=r"(?s)layers\.0\.mlp\.experts\.gate_up_proj: .*experts\.down_proj: "):
+        calibrate_ptq(model_of("qwen3-moe"), batches(1), CalibrateConfig(config), step="prepare")
 
 
 def test_experts_with_few_tokens_are_counted_and_refused_where_asked() -> None:

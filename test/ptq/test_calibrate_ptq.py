@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from support.models import SMALL, Unreached, llama, tied
 from torch import Tensor, nn
 from torchao.prototype.gptq import GPTQConfig
-from torchao.quantization import Int4WeightOnlyConfig
+from torchao.quantization import FqnToConfig, Int4WeightOnlyConfig
 
 import aoquant
 from aoquant import (
@@ -352,3 +353,54 @@ def test_a_layer_whose_input_is_zero_is_said_to_be_rounded(recwarn: pytest.Warni
         f"1 layer(s), such as 2: {note}: give batches that use it"
     ]
     assert same_bits(net[2].weight, rounded[2].weight) and not same_bits(net[0].weight, rounded[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens for K")
+@pytest.mark.parametrize("method", ["nearest", "gptq", "clip", "gptq+clip"])
+@torch.no_grad()
+def test_errors_of_the_report_are_those_of_outputs(method: str) -> None:
+    """An embedding has no input, and the error of its weight."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 48, bias=False))
+    plain, rounded = copy.deepcopy(net), copy.deepcopy(net)
+    by_name = FqnToConfig({name: PackedWeightConfig("intx3-g32") for name in "01"})
+    quantize_(rounded, by_name)
+    ids = torch.randint(0, 16, (4, 16))
+    embedding, linear = calibrate_ptq(net, [ids], CalibrateConfig(by_name, method)).rows
+    x_MK = net[0](ids).flatten(0, 1)
+
+    def error(made: Tensor, wanted: Tensor) -> Any:
+        return pytest.approx(float((made - wanted).square().sum() / wanted.square().sum()), rel=1e-3)
+
+    every = torch.arange(16)
+    assert embedding.error == embedding.nearest == error(net[0](every), plain[0](every))
+    assert linear.nearest == error(rounded[1](x_MK), plain[1](x_MK))
+    assert linear.error == error(net[1](x_MK), plain[1](x_MK))
+    assert (embedding.tokens, linear.tokens) == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "few"),
+    [("gptq", 31, 1), ("gptq", 32, 0), ("clip", 31, 1), ("clip", 32, 0), ("awq", 31, 0), ("nearest", 31, 0)],
+)
+def test_few_tokens_are_fewer_than_inputs_where_codes_are_chosen(
+    method: str, tokens: int, few: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    net = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32))
+    (row,) = calibrate_ptq(net, [X[:tokens]], CalibrateConfig("int4-g32", method)).rows
+    note = f"saw {tokens} tokens for K = 32"
+    assert (row.tokens, row.few, row.note) == (tokens, few, note * few)
+    assert sum(note in str(w.message) for w in recwarn) == few
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        *(({"alpha": alpha}, 0 <= alpha <= 1) for alpha in (-0.1, 0, 1, 1.1)),
+        *(({"damping": damping}, 0 < damping < 1) for damping in (0, 1e-9, 0.999, 1)),
+        *(({"grid": grid}, taken) for grid, taken in ((0, False), (1, True), (True, False), (1.0, False))),
+    ],
+)
+def test_arguments_at_the_ends_of_their_ranges(arguments: dict[str, Any], taken: bool) -> None:
+    with nullcontext() if taken else pytest.raises(ValueError, match=f"CalibrateConfig: {next(iter(arguments))} is"):
+        CalibrateConfig("int4-g32", **arguments)

@@ -93,6 +93,19 @@ def test_the_float_model_computes_what_it_did(name: str) -> None:
 
 
 @few_tokens
+@pytest.mark.parametrize("name", ["Llama", "Gemma"])
+@torch.no_grad()
+def test_gains_of_16_bits_are_folded_in_float64(name: str) -> None:
+    """Those of 1 + w, too, whose sum has more digits than bfloat16."""
+    model = dense(name).bfloat16()
+    norm, layer = model.model.layers[0].input_layernorm, model.model.layers[0].self_attn.q_proj
+    gain_K, w_NK = norm.weight.double() + (name == "Gemma"), layer.weight.double()
+    rotate.rotate(model, links.find(model, BATCHES[0]), stream=True, heads=False)
+    wanted_NK = w_NK @ (gain_K[:, None] * rotate.random_hadamard(64, 0))
+    assert torch.equal(layer.weight, wanted_NK.bfloat16())
+
+
+@few_tokens
 def test_r1_rotates_a_stream_and_r2_heads() -> None:
     """Squares of what layers read are alike over channels where one was large; a tied head gets its own weight."""
     model = dense("Llama", tie_word_embeddings=True)

@@ -23,20 +23,29 @@ from support.torchao_oracle import HANDLED
 from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.float8.inference import Float8MMConfig
-from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+from torchao.prototype.mx_formats import (
+    MXDynamicActivationMXWeightConfig,
+    NVFP4DynamicActivationNVFP4WeightConfig,
+    NVFP4WeightOnlyConfig,
+)
 from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
 from torchao.prototype.qat import MXFakeQuantizeConfig, NVFP4FakeQuantizeConfig
+from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8DynamicActivationInt4WeightConfig,
+    Float8StaticActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
+    Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
+    Int8StaticActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerBlock,
     PerGroup,
     PerRow,
+    PerTensor,
 )
 from torchao.quantization.qat import FakeQuantizeConfig, IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import (
@@ -50,7 +59,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import Float8PackingFormat, IntxPackingFormat
 
 from aoquant import QATConfig, quantize_
-from aoquant.targets import CALIBRATED, REASONS, supported
+from aoquant.targets import CALIBRATED, REASONS, resolve, supported
 
 
 def test_the_list_is_torchaos_table() -> None:
@@ -110,6 +119,79 @@ def test_other_configs_are_not_taken(name: str, module: str) -> None:
     cls = type(name, (AOBaseConfig,), {"__module__": module})
     with pytest.raises(ValueError, match=f"{name} is not supported"):
         quantize_(nn.Sequential(nn.Linear(64, 64)), cls())
+
+
+def test_a_config_that_is_not_known_is_told_what_is_near() -> None:
+    cls = type("Stretched", (AOBaseConfig,), {"__module__": "torchao.quantization"})
+    with pytest.raises(ValueError, match=r"near it: [^.]*StretchedIntxWeightConfig"):
+        resolve(cls())
+
+
+# the smallest (N, K) that a config takes in a dtype, and shapes and dtypes beside it that it does not take
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LIMITS: dict[str, tuple[Any, tuple[int, int, torch.dtype], list[tuple[int, int, torch.dtype]]]] = {
+    "fp8 rows": (
+        Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+        (16, 16, BF16),
+        [(24, 16, BF16), (16, 24, BF16), (16, 16, F32)],
+    ),
+    "fp8 tensor": (
+        Float8DynamicActivationFloat8WeightConfig(granularity=PerTensor()),
+        (16, 16, F32),
+        [(24, 16, F32), (16, 24, F32)],
+    ),
+    "fp8 blocks": (
+        Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])]),
+        (128, 128, BF16),
+        [(64, 128, BF16), (128, 64, BF16), (128, 128, F32)],
+    ),
+    "fp8 static": (Float8StaticActivationFloat8WeightConfig(), (16, 16, F32), [(24, 16, F32), (16, 24, F32)]),
+    "nvfp4": (
+        NVFP4DynamicActivationNVFP4WeightConfig(),
+        (16, 16, F32),
+        [(24, 16, F32), (16, 24, F32), (16, 16, F16)],
+    ),
+    "nvfp4 weight": (NVFP4WeightOnlyConfig(), (16, 16, F32), [(24, 16, F32), (16, 24, F32), (16, 16, F16)]),
+    "mx": (MXDynamicActivationMXWeightConfig(), (1, 32, BF16), [(1, 48, BF16), (1, 32, F32)]),
+    "int8 dynamic": (Int8DynamicActivationInt8WeightConfig(), (1, 2, F32), [(1, 1, F32)]),
+    "int8 static": (
+        Int8StaticActivationInt8WeightConfig(granularity=PerTensor()),
+        (1, 2, F32),
+        [(1, 1, F32)],
+    ),
+    "int4 plain": (Int4WeightOnlyConfig(64), (8, 64, BF16), [(4, 64, BF16), (8, 96, BF16), (8, 64, F16)]),
+    "int4 plain, one group": (Int4WeightOnlyConfig(32), (8, 32, BF16), [(8, 64, BF16)]),
+    "int4 preshuffled": (
+        Int4WeightOnlyConfig(64, int4_packing_format="preshuffled"),
+        (16, 64, BF16),
+        [(8, 64, BF16), (16, 96, BF16), (16, 64, F16)],
+    ),
+    "int4 and fp8": (
+        Float8DynamicActivationInt4WeightConfig(int4_packing_format="plain"),
+        (8, 128, BF16),
+        [(4, 128, BF16), (8, 64, BF16), (8, 128, F16)],
+    ),
+    "int4 on a CPU": (PrototypeInt4WeightOnlyConfig(32), (16, 32, F32), [(24, 32, F32), (16, 48, F32)]),
+    "int4 tiles": (
+        Int4WeightOnlyConfig(32, int4_packing_format="tile_packed_to_4d"),
+        (1, 32, BF16),
+        [(1, 48, BF16), (1, 32, F32)],
+    ),
+    "int4 tiles, HQQ": (
+        Int4WeightOnlyConfig(32, int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq"),
+        (8, 1024, BF16),
+        [(4, 1024, BF16), (8, 512, BF16)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_stands_between_the_smallest_shape_and_those_beside_it(name: str) -> None:
+    config, smallest, others = LIMITS[name]
+    target = resolve(config)
+    assert target.why_not(*smallest) is None
+    for beside in others:
+        assert target.why_not(*beside) is not None, beside
 
 
 SYM, NOCLIP = MappingType.SYMMETRIC, MappingType.SYMMETRIC_NO_CLIPPING_ERR

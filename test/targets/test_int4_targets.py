@@ -158,6 +158,7 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any]]] = {
     "da8w4": (Int8DynamicActivationInt4WeightConfig(), {}),
     "plain with HQQ": (int4(algorithm="hqq"), {}),
     "preshuffled, groups of 32": (int4(32, "preshuffled"), {}),
+    "preshuffled, one group of 32": (int4(32, "preshuffled"), {"k": 32}),
     "preshuffled, N": (PRESHUFFLED, {"n": 24}),
     "preshuffled, float16": (PRESHUFFLED, {"dtype": F16}),
     "tile packed, groups of 512": (int4(512, "tile_packed_to_4d"), {"k": 512}),
