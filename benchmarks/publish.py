@@ -78,23 +78,13 @@ def training_step() -> str:
 
 def gemma_step() -> str:
     """Return speed and memory of a training step of Gemma 3 270M's shape, over bf16's."""
-    found = {
-        (r["how"], r["batch"], r["steps"], r["variant"]): r
-        for r in rows("model_train", hidden="640", command="python ")
-    }
+    steps = rows("model_train", hidden="640", command="python ")
+    found = {(r["how"], r["batch"], r["steps"], r["variant"]): r for r in steps}
     kinds = (("eager", "8", "16"), ("compiled blocks", "8", "16"), ("eager", "32", "2"))
-    names = ("int4-g128", "nvfp4", "mxfp4", "fp8")
-    of = {name: [found[*kind, name] for kind in kinds] for name in names}
-    lines = [(named(n), *(ratio(r[k]) for k in ("speed", "of_bf16_peak") for r in of[n])) for n in names]
-    heads = (
-        "tokens/s, 8 x 2048",
-        "layers compiled",
-        "32 x 2048",
-        "peak memory, 8 x 2048",
-        "layers compiled",
-        "32 x 2048",
-    )
-    return table(("recipe", *heads), lines)
+    of = {name: [found[*kind, name] for kind in kinds] for name in ("int4-g128", "nvfp4", "mxfp4", "fp8")}
+    lines = [(named(n), *(ratio(r[k]) for k in ("speed", "of_bf16_peak") for r in of[n])) for n in of]
+    shown = ("8 x 2048", "layers compiled", "32 x 2048")
+    return table(("recipe", f"tokens/s, {shown[0]}", *shown[1:], f"peak memory, {shown[0]}", *shown[1:]), lines)
 
 
 def fsdp2() -> str:
