@@ -139,7 +139,7 @@ def by_itself(run: Run, cell: Cell) -> list[float]:
 
 
 def kernel_time(run: Run) -> float:
-    """Milliseconds of a run's kernels and copies on a GPU, without the gaps between them."""
+    """Return the milliseconds that a run's kernels and copies take on a GPU, without the gaps between them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()

@@ -196,10 +196,9 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
                 batch * tokens,
                 args.rounds,
                 device,
-                2,
-                args.steps,
-                args.alone,
-                not args.world,
+                repeats=args.steps,
+                alone=args.alone,
+                kernels=not args.world,
             )
             yield from measured(cell, variants(args, "train"), deadline)
 

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -250,12 +251,9 @@ inline std::shared_ptr<const Program> find(int64_t program, const std::vector<Te
   return found->second;
 }
 
-struct Bound {
-  std::vector<int64_t> layout;
-  int64_t number;
-  std::shared_ptr<const Program> program;
-};
-inline std::unordered_map<int64_t, std::vector<Bound>> families;
+// Layouts of a family's tensors -> a program and its number.
+using Family = std::map<std::vector<int64_t>, std::pair<std::shared_ptr<const Program>, int64_t>>;
+inline std::unordered_map<int64_t, Family> families;
 
 // A device's index, and of each tensor its type, dimensions, sizes and strides. Nothing where a program may not read the
 // tensors: they lie on several devices, one twice, or one at an address that kernels do not read in vectors.
@@ -280,14 +278,14 @@ inline std::vector<int64_t> layout(const std::vector<Tensor>& tensors) {
 
 // Calls of `family` whose tensors lie as these do run `number` from now on.
 inline void bind(int64_t family, int64_t number, std::vector<Tensor> arguments) {
-  Bound made{layout(arguments), number, find(number, arguments)};
-  if (made.layout.empty()) return;
+  std::vector<int64_t> wanted = layout(arguments);
+  std::shared_ptr<const Program> program = find(number, arguments);
   std::lock_guard lock(mutex);
-  families[family].push_back(std::move(made));
+  if (!wanted.empty()) families[family].insert_or_assign(std::move(wanted), std::pair(std::move(program), number));
 }
 
 inline void forget_family(int64_t family) {
-  std::vector<Bound> last;  // freed behind the lock
+  Family last;  // freed behind the lock
   std::lock_guard lock(mutex);
   if (auto found = families.find(family); found != families.end()) {
     last = std::move(found->second);
@@ -299,9 +297,8 @@ inline void forget_family(int64_t family) {
 inline std::pair<std::shared_ptr<const Program>, int64_t> bound(int64_t family, const std::vector<Tensor>& arguments) {
   const std::vector<int64_t> wanted = layout(arguments);
   std::lock_guard lock(mutex);
-  if (auto found = families.find(family); found != families.end() && !wanted.empty())
-    for (const Bound& one : found->second)
-      if (one.layout == wanted) return {one.program, one.number};
+  if (auto known = families.find(family); known != families.end())
+    if (auto found = known->second.find(wanted); found != known->second.end()) return found->second;
   return {nullptr, -1};
 }
 

@@ -120,7 +120,8 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
     """
     mesh, shape = t.device_mesh, [t.shape[d] for d in dims]
     local, first = compute_local_shape_and_global_offset(t.shape, mesh, t.placements)
-    begins = {d: _begins(t.shape[d], _ranks(t, d)) for d in dims}
+    ranks = {d: [mesh.size(i) for i, p in enumerate(t.placements) if getattr(p, "dim", None) == d] for d in dims}
+    begins = {d: _begins(t.shape[d], ranks[d]) for d in dims}
     cut = [d for d in dims if len(begins[d]) > 1]  # otherwise the first rank has everything
     groups = tuple(groups_of(mesh, t.placements, cut))
     if not cut:
@@ -140,15 +141,8 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
     return Axis(name, Span(begin, prod(shape), run, stride), groups, unit)
 
 
-def _ranks(t: DTensor, dim: int) -> list[int]:
-    """Return into how many parts each mesh dimension cuts a dimension, the outermost cut first."""
-    cuts = [i for i, p in enumerate(t.placements) if getattr(p, "dim", None) == dim]
-    cuts.sort(key=lambda i: getattr(t.placements[i], "split_factor", 1) > 1)  # a strided shard cuts what others left
-    return [t.device_mesh.size(i) for i in cuts]
-
-
 def _begins(size: int, ranks: Sequence[int]) -> list[int]:
-    """Return where the parts of a dimension begin that hold anything."""
+    """Return where the parts of a dimension begin that hold anything. ranks: into how many parts each cut cuts one."""
     if not ranks:
         return [0]
     part = -(-size // ranks[0])

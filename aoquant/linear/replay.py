@@ -41,7 +41,7 @@ class _Shared:
 
 
 class Note(NamedTuple):
-    """Hold what a forward returns beside y, the saved tensors, and the codes that are left for other layers.
+    """Hold how to read what a forward returns: y, the saved tensors, and the codes that are left for other layers.
 
     layout, saved: of the saved tensors, and their count. left: (K, whether autograd keeps them) of the codes of rows
     and of columns, None where there are none. backward: what repeats the backwards of such forwards.

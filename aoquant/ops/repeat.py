@@ -29,7 +29,7 @@ from . import router
 from .program import Program, record
 
 FIRST_DEVICE = 0  # the least `get_device()` of a tensor whose calls are repeated; a CPU's is -1
-MOST = 1024
+MOST = 1024  # kinds of a function's calls that are recorded
 NEW, ONCE, NEVER = "new", "once", "never"
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -49,9 +49,7 @@ class Kind:
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Return `function()`, which it makes of `arguments` alone."""
-        if isinstance(self.program, Program):
-            return self.program(arguments)
+        """Return `function()`, which it makes of `arguments` alone, and record it if this is the second call."""
         if self.program is ONCE:
             made, recorded = record(function, arguments)
             self.program = recorded or NEVER
@@ -98,21 +96,23 @@ class Repeats:
                 there.append(t)
             else:  # hooks of saved tensors may change anything
                 return None, None
-        family = self._families.get((how, missing))
+        but_layouts = how, missing
+        family = self._families.get(but_layouts)
         if family is not None:
             made, kind = family(there)
             if kind is not None:
                 return made, kind
-        kind = self._kind(there, how, missing)
+        kind = self._kind(there, but_layouts)
         if kind is None or not isinstance(kind.program, Program):
             return None, kind
         if kind.program.native is not None:
             if family is None:
-                family = self._families.setdefault((how, missing), _Family(kind.program.native.operator))
+                family = self._families.setdefault(but_layouts, _Family(kind.program.native.operator))
             family.bind(kind, there)
         return kind.program(arguments), kind
 
-    def _kind(self, there: Sequence[Tensor], *how: Any) -> Kind | None:
+    def _kind(self, there: Sequence[Tensor], but_layouts: Any) -> Kind | None:
+        """Return the kind of a call; None where programs may not read its tensors, or for one too many."""
         low, layouts, one, device = 0, list[Any](), set[int](), there[0].get_device()
         for t in there:
             if t.get_device() != device:
@@ -122,7 +122,7 @@ class Repeats:
             one.add(id(t))
         if len(one) < len(there) or low % 16:  # a program would take two arguments that are one tensor for one
             return None
-        key = (how, device, *layouts)
+        key = but_layouts, device, *layouts
         found = self.kinds.get(key)
         if found is None and len(self.kinds) < MOST:
             found = self.kinds.setdefault(key, Kind())

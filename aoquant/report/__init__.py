@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,9 @@ def report(
         caches = caches_of(a, b, batch)
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
         made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in rows_of(pair)]
-        sqnr = gradients_of(b, batch) if gradients and not problem else {}
+        sqnr: dict[int, dict[str, Any]] = {}
+        with suppress(Exception) if problem else nullcontext():  # model b may be the one that does not run
+            sqnr = gradients_of(b, batch) if gradients else {}
     found = {pair.fqn: sqnr[id(pair.b)] for pair in pairs if id(pair.b) in sqnr}
     rows = tuple(replace(row, **found.get(row.fqn, {})) for _, row in made)
     output = Row(MODEL_OUTPUT, output_sqnr_db=decibels, warning=problem and f"not run: {problem}")

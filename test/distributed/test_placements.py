@@ -212,7 +212,7 @@ def test_a_ranks_place_in_a_mesh_is_its_number(shape: Sequence[int]) -> None:
 
 
 def test_a_rank_has_its_part_of_held_scales(mesh: DeviceMesh) -> None:
-    """Of a row and of blocks; one scale for all stays whole."""
+    """Cut scales of rows and of blocks; keep one scale for all whole."""
     rows, blocks, one = torch.randn(8, 1), torch.randn(8, 4), torch.randn(1, 1)
     for placement, parts in (
         (Shard(0), (rows[:4], blocks[:4], one)),
@@ -253,7 +253,7 @@ def test_a_model_is_distributed_where_one_parameter_is(mesh: DeviceMesh) -> None
 
 
 class Other(nn.Linear):
-    """What a layer becomes."""
+    """Stand for another class of a layer."""
 
 
 def test_a_layer_changes_its_class_beneath_fsdps(mesh: DeviceMesh) -> None:

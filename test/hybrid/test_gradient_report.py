@@ -147,3 +147,8 @@ def test_a_model_that_does_not_run_has_no_gradients() -> None:
         found = aoquant.report(plain, model, x, gradients=asked, progress=False)
         assert "calibrate" in found.output.warning
         assert all(row.input_gradient_sqnr_db is None for row in found.layers)
+    other = copy.deepcopy(plain)
+    quantize_(other, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+    found = aoquant.report(model, other, x, gradients=True, progress=False)  # its own do not need model a
+    assert "calibrate" in found.output.warning
+    assert all(row.input_gradient_sqnr_db is not None for row in found.layers)

@@ -29,7 +29,7 @@ def test_scales_before_calibration(scale: Any, start: float) -> None:
 
 
 def test_formats_of_keys_and_values() -> None:
-    """One that is static is enough for a scale; a scale without any is refused, and so is a newer schema."""
+    """Take a scale where one format is static; refuse one where none is, and a newer schema."""
     for given in ({"key": "q8_0"}, {"value": "q8_0"}):
         KVCacheConfig("fp8", 2.0, per="head", **given)
     for refused in ({"scale": 2.0}, {"per": "head"}, {"scale": "amax"}):
@@ -230,7 +230,7 @@ def test_what_else_a_module_asks_its_cache_is_answered_by_it() -> None:
     ],
 )
 def test_scales_that_came_from_nowhere(scale: Any, values: float, calibrated: bool, warned: bool) -> None:
-    """Those of numbers are given, and one scale that is not 1 was loaded or set."""
+    """Tell scales that are given as numbers, loaded or set from the 1 that they begin with."""
     made = prepared(scale=scale)
     modules = hook.quantised(made)
     for module in modules.values():
@@ -280,7 +280,7 @@ def test_latent_attention_has_one_scale_of_the_larger_magnitude() -> None:
 
 
 def test_watching_keeps_the_largest_magnitude_of_all_calls() -> None:
-    """Of each key-value head where scales are per head; queries have one."""
+    """Make a scale for each key-value head where they are per head, and one for queries."""
     for per, wanted in (("head", [[[5.0]], [[7.0]]]), ("tensor", [7.0])):
         quant = hook.KVQuant("", KVCacheConfig(per=per), ("cache", 1), seen={})
         for x in (torch.tensor([1.0, -7.0]), torch.tensor([-5.0, 2.0])):

@@ -241,7 +241,7 @@ def test_models_whose_attention_reads_bytes(
 
 
 def test_a_prepared_cache_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of values where its first tokens were stored without a kernel, and of bytes where gradients are wanted later."""
+    """Keep values where the first tokens were stored without a kernel, and bytes where gradients are wanted later."""
     made = kv_models.prepared("llama", "sdpa")
     whole, ids, floats, bytes_ = stepped(made, DynamicCache()), kv_models.IDS, DynamicCache(), DynamicCache()
     with torch.no_grad():

@@ -118,7 +118,7 @@ def test_what_experts_hold() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_packed_experts_have_the_values_of_the_float32_model(family: str) -> None:
-    """Of a stack and of an expert, before they are encoded and after."""
+    """Read a stack and an expert, before they are encoded and after."""
     plain, packed, _ = pair(family, "mxfp4")
     of, made = (m.model.layers[0].mlp.experts for m in (plain, packed))
     assert isinstance(made.down_proj, GatheredWeight)

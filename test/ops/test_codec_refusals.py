@@ -1,4 +1,4 @@
-"""What each kernel of the codec takes, and what it refuses."""
+"""Test what each kernel of the codec takes, and what it refuses."""
 
 from __future__ import annotations
 

@@ -131,9 +131,9 @@ def test_an_error_is_the_functions_own() -> None:
     assert call.is_repeated(torch.randn(4, 8))
 
 
-def test_programs_go_with_what_repeats_them(repeated: str) -> None:
-    if repeated == "python":
-        pytest.skip("the library holds them")
+@pytest.mark.parametrize("repeated", ["csrc"], indirect=True)
+@pytest.mark.usefixtures("repeated")
+def test_programs_go_with_what_repeats_them() -> None:
     call = Counted()
     for _ in range(4):
         call(*pair())

@@ -96,7 +96,7 @@ def test_the_float_model_computes_what_it_did(name: str) -> None:
 @pytest.mark.parametrize("name", ["Llama", "Gemma"])
 @torch.no_grad()
 def test_gains_of_16_bits_are_folded_in_float64(name: str) -> None:
-    """Those of 1 + w, too, whose sum has more digits than bfloat16."""
+    """Fold gains of 1 + w, too, whose sum has more digits than bfloat16."""
     model = dense(name).bfloat16()
     norm, layer = model.model.layers[0].input_layernorm, model.model.layers[0].self_attn.q_proj
     gain_K, w_NK = norm.weight.double() + (name == "Gemma"), layer.weight.double()
