@@ -26,12 +26,12 @@ from record_golden import versions
 
 Row = dict[str, Any]
 Run = Callable[[], Any]
+Clock = Callable[[Run, int, torch.device], float]  # run, repeats, device -> seconds of one run
 TIMED = (
     "ms_p20",
     "ms",
     "ms_p80",
     "bf16_ms",
-    "kernels_ms",
     "of_bf16_time",
     "speed",
     "tokens_per_s",
@@ -47,7 +47,7 @@ class Cell:
 
     named: the columns that tell its rows from other cells' rows. ready: variant -> what is timed, which keeps its model
     alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock. alone: whether the
-    twin is freed before a variant is made. kernels: whether a GPU's kernels are timed, too, in one more run.
+    twin is freed before a variant is made. clock: what times a run.
     """
 
     named: Row
@@ -58,7 +58,7 @@ class Cell:
     warm_up: int = 2
     repeats: int = 1
     alone: bool = False
-    kernels: bool = False
+    clock: Clock = field(default_factory=lambda: seconds)
 
 
 @dataclass
@@ -108,6 +108,19 @@ def seconds(run: Run, repeats: int, device: torch.device) -> float:
     return max(time.perf_counter() - start, 1e-6) / repeats  # some clocks stand still for milliseconds
 
 
+def kernel_seconds(run: Run, repeats: int, device: torch.device) -> float:
+    """Of one run's kernels and copies on a GPU, without the gaps between them.
+
+    The profiler that tells stays in the process and slows down every launch: nothing else is timed there.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        wait(device)
+    on_gpu = (e.device_time_total for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(on_gpu) / 1e6 / repeats
+
+
 def warm(cell: Cell, variant: str) -> tuple[Run, float | None]:
     """(a run that is compiled and warm; MiB that it holds at most)."""
     free(cell.device)
@@ -129,22 +142,13 @@ def in_turns(first: Run, second: Run, cell: Cell) -> tuple[list[float], list[flo
     times: tuple[list[float], list[float]] = ([], [])
     for round_ in range(cell.rounds):
         for which in (0, 1) if round_ % 2 == 0 else (1, 0):
-            times[which].append(seconds((first, second)[which], cell.repeats, cell.device))
+            times[which].append(cell.clock((first, second)[which], cell.repeats, cell.device))
     return times
 
 
 def by_itself(run: Run, cell: Cell) -> list[float]:
     """Seconds, round by round."""
-    return [seconds(run, cell.repeats, cell.device) for _ in range(cell.rounds)]
-
-
-def kernel_time(run: Run) -> float:
-    """Return the milliseconds that a run's kernels and copies take on a GPU, without the gaps between them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    on_gpu = (e.device_time_total for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(on_gpu) / 1e3
+    return [cell.clock(run, cell.repeats, cell.device) for _ in range(cell.rounds)]
 
 
 def reason(error: BaseException) -> str:
@@ -180,8 +184,6 @@ def measured(cell: Cell, variants: Sequence[str], deadline: Deadline) -> Iterato
                     "of_bf16_time": of_time, "speed": 1 / of_time, "tokens_per_s": cell.tokens / p50}  # fmt: skip
             if peak is not None and base_peak is not None:
                 row |= {"peak_MiB": peak, "of_bf16_peak": peak / base_peak}
-            if cell.kernels and cell.device.type == "cuda":
-                row["kernels_ms"] = kernel_time(run)
         except Exception as error:  # whatever a library or a GPU raises: the other variants go on
             row["note"] = reason(error)
         del run

@@ -4,14 +4,13 @@ That is: a training step, `model.generate`, the prefill of a long prompt, peak m
 
     python benchmarks/model.py [train] [generate] [prefill] [convert] [--recipes ...] [--torchao ...] [--limit SECONDS]
     python benchmarks/model.py train --small --tokens 16 1024 --how eager compiled graph
-    python benchmarks/model.py train --gemma --recipes int4-g128 fp8 nvfp4 mxfp4 --torchao --steps 16
+    python benchmarks/model.py train --gemma --recipes int4-g128 fp8 nvfp4 mxfp4 --torchao --steps 16 [--clock kernels]
     torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16 [--recipes fp8-hybrid --gather codes]
 
 Models are Llamas, or a Gemma, with random weights; tokens are random, or those of `train --text`. Every row is a ratio
 to the same model in bf16, timed in turns with it (beside.py); a variant that a library or a GPU refuses has the reason
 in its row. Rows are appended to benchmarks/results/model_PART.csv.
 
-    kernels_ms     of `train` on one GPU: the time of a step's kernels and copies, without the gaps between them
     of_bf16_time   its time over bf16's; speed: bf16's time over its own (of `generate`: the ratio of tokens per second)
     of_bf16_peak   the most memory that a run holds, weights, gradients and optimiser included, over bf16's
 
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from beside import Cell, Deadline, Row, Table, measured
+from beside import Cell, Deadline, Row, Table, kernel_seconds, measured, seconds
 from llamas import GEMMA_270M, SMALL, TORCHAO, Size, check, llama
 from model_serve import HOWS, Serving, conversions, generate, prefill
 from model_train import OPTIMIZERS, Training, step_of, text_ids
@@ -105,6 +104,12 @@ def parse() -> argparse.Namespace:
         default=2,
         help="train: how many steps a round has; the first starts with an idle device, which waits for the host",
     )
+    add(
+        "--clock",
+        choices=("steps", "kernels"),
+        default="steps",
+        help="train: kernels: time those of a step on a GPU alone, without the gaps between them",
+    )
     add("--limit", type=float, default=0, metavar="SECONDS", help="after this, nothing new is begun")
     add("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     add("--quick", action="store_true", help="tiny shapes, one round, compiled without Inductor")
@@ -115,6 +120,8 @@ def parse() -> argparse.Namespace:
         parser.error("torchrun is for train alone")
     if args.steps < 1:
         parser.error("--steps must be at least 1")
+    if args.clock == "kernels" and (args.parts != ["train"] or not torch.cuda.is_available()):
+        parser.error("--clock kernels is for train alone, on a GPU")
     if args.gemma and args.parts != ["train"]:
         parser.error("--gemma is for train alone")
     if args.quick:
@@ -180,6 +187,7 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
                 "graph": f"graph, compiled {args.compile}",
             }
             way = ways[how] + (", codes gathered" if codes else "")
+            way += ", kernels alone" if args.clock == "kernels" else ""
             columns = named(
                 "fsdp2" if args.world else "train",
                 way,
@@ -198,7 +206,7 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
                 device,
                 repeats=args.steps,
                 alone=args.alone,
-                kernels=not args.world,
+                clock=kernel_seconds if args.clock == "kernels" else seconds,
             )
             yield from measured(cell, variants(args, "train"), deadline)
 
