@@ -143,7 +143,8 @@ RAGGED += [(name, k) for name in ("intx3-row", "intx2-tensor", "int8-row-vllm") 
         *((name, k) for name in ("fp8-row", "fp8-tensor", "te-fp8-tensor") for k in (16, 1008, 20000)),
         *(("te-nvfp4-16x16", k) for k in (16, 1040)),
         *(("mxfp8-32x32", k) for k in (32, 1056)),
-        *(("nvfp4-row", k) for k in (16, 1040, 4096, 16384, 20000)),
+        # held in one piece, in 3, 5 or 7, and read twice
+        *(("nvfp4-row", k) for k in (16, 1040, 4096, 16384, 384, 640, 1792, 5120, 7168, 1152, 20000)),
         *(("hadamard16+nvfp4-row", k) for k in (16, 11008, 16400)),
         ("hadamard128+nvfp4-row", 20096),
     ],
@@ -201,6 +202,18 @@ def test_strided_inputs_and_inputs_larger_than_a_wave(name: str) -> None:
     for view in (x, x.t().contiguous().t(), torch.cat((x, x), 1)[:, :2048], x[1:], x[:, 1:1025]):
         with backend("triton"):
             compare(codec.encode(fmt, view), fmt.encode(view), name)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4-row", "gridflip", "te-nvfp4-16x16"])
+def test_codes_decode_from_any_address(name: str) -> None:
+    """Codes of a flat buffer may begin at any byte; kernels read words of four."""
+    fmt = get_format(name)
+    e = fmt.encode(torch.randn(48, 768, device=CUDA, dtype=BF16))
+    store = torch.empty(e.codes.numel() + 1, dtype=torch.uint8, device=CUDA)
+    store[1:] = e.codes.flatten()
+    with backend("triton"):
+        got = codec.decode(fmt, e._replace(codes=store[1:].view(e.codes.shape)), BF16)
+    assert differing(got, fmt.decode(e, BF16)) == 0
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-row"])

@@ -25,13 +25,16 @@ from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
+from ..native import aligned
 from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
 from .element_codes import (
     INF_BITS,
     NAN_BITS,
     bits_float,
+    e2m1_code,
     e2m1_rounded,
+    e2m1_sign,
     e2m1_value,
     e8m0_byte,
     e8m0_inverse,
@@ -39,10 +42,10 @@ from .element_codes import (
     float8_code,
     float_bits,
     least,
+    load_e2m1,
     most,
-    pack_e2m1,
     row_and_column,
-    unpack4,
+    store4,
 )
 from .hadamard_kernels import ENCODE_WARPS, WARP, beside
 from .hadamard_kernels import absmax_partials as mixed_partials
@@ -123,15 +126,6 @@ def power_at_or_above(v):
     return bits_float(tl.where(bits < INF_BITS, (bits + 0x7FFFFF) & 0x7F800000, bits))
 
 
-@triton.jit
-def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
-    """(NB, B / 2) uint8 codes of `e2m1_rounded` magnitudes with the signs of x's bits; of a block whose inverse is NaN,
-    zeros without a sign.
-    """
-    keep = tl.where(inverse == inverse, 255, 0)
-    return (pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]).to(tl.uint8)
-
-
 # `rows` unspecialised: across memory a lane reads its own blocks' values, and not eight of neighbours' at once
 @triton.jit(do_not_specialize=["rows"])
 def _encode(
@@ -193,12 +187,14 @@ def _encode(
                 scale_value = outer * scale_value
 
         if ELEMENT == "e2m1":
-            rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
+            rounded, sign = e2m1_rounded(bits_float(magnitude) * inverse[:, None]), e2m1_sign(x, magnitude)
             if CODES:
-                half = within(tile, block, NB, B // 2, ACROSS)
-                tl.store(codes_ptr + half, masked_codes(rounded, x, inverse, NB, B), mask=inside)
+                codes = tl.where(
+                    (inverse == inverse)[:, None], e2m1_code(rounded, sign), 0
+                )  # NaN has no code, and no sign
+                store4(codes_ptr, within(tile, block, NB, B // 8, ACROSS), codes, inside, NB, B)
             if VALUES != "":
-                value = e2m1_value(float_bits(rounded), x ^ magnitude)
+                value = e2m1_value(rounded, sign)
         else:
             code = float8_code(bits_float(x) * inverse[:, None], LIMIT, ELEMENT)
             if CODES:
@@ -231,9 +227,8 @@ def _decode(
         scale = tl.load(outer_ptr + row, mask=inside, other=0.0) * scale
     scale = scale * POST
     if ELEMENT == "e2m1":
-        half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
-        code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
-        value = e2m1_value(code, (code & 8) << 28)
+        word = (tile * (NB * B // 8)) + (tl.arange(0, NB)[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :])
+        value = load_e2m1(codes_ptr, word, inside[:, None], NB, B)
     else:
         code = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
         code = code.to(tl.float8e4nv, bitcast=True) if ELEMENT == "e4m3" else code.to(tl.float8e5, bitcast=True)
@@ -364,6 +359,6 @@ def decode(format: Blockscaled, e: Encoded, dtype: torch.dtype, operand: bool, p
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     outer = None if operand else e.outer
-    codes, scale = e.codes.contiguous().view(torch.uint8), e.scales.contiguous().view(torch.uint8)
+    codes, scale = aligned(e.codes).view(torch.uint8), e.scales.contiguous().view(torch.uint8)
     _decoder(format, rows, e.k, 0 if outer is None else outer.shape[0], post)(codes, scale, outer, values)
     return values

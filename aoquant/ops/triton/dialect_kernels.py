@@ -32,13 +32,15 @@ from .element_codes import (
     INF_BITS,
     NAN_BITS,
     bits_float,
+    e2m1_code,
     e2m1_rounded,
+    e2m1_sign,
     e2m1_value,
     e8m0_value,
     float_bits,
     least,
     most,
-    pack_e2m1,
+    store4,
     te_factor,
     te_scale,
 )
@@ -145,15 +147,14 @@ def _encode(
         if CODES:
             tl.store(scale_ptr + block, stored, mask=there)
         nan = y != y
-        index = float_bits(e2m1_rounded(tl.where(nan, 0.0, y)))
-        signed = tl.where(nan, 0, x)
+        rounded = e2m1_rounded(tl.where(nan, 0.0, y))
+        sign = e2m1_sign(tl.where(nan, magnitude, x), magnitude)
         if CODES:
-            half = within(tile, block, NB, B // 2, ACROSS)
-            tl.store(codes_ptr + half, pack_e2m1(index, signed, NB, B).to(tl.uint8), mask=inside)
+            store4(codes_ptr, within(tile, block, NB, B // 8, ACROSS), e2m1_code(rounded, sign), inside, NB, B)
         if VALUES != "":
             if VALUES == "decode":
                 step = step * outer * POST
-            value = e2m1_value(index, signed & -0x80000000) * step[:, None]
+            value = e2m1_value(rounded, sign) * step[:, None]
             tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
 
 

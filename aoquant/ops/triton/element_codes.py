@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 ROUND = tl.constexpr(8388608.0)  # 2^23: floats above it are integers
+E2M1_BASE = tl.constexpr(8389632.0)  # 2^23 + 2^10: of its bits + an index, the index is what is left 22 places higher
+E2M1_BASE_BITS = tl.constexpr(0x4B000400)
 ROUND_SIGNED = tl.constexpr(12582912.0)  # 1.5 * 2^23, for values of either sign below 2^22
 E2M1_UNIT = tl.constexpr(2.0**126)
 E2M1_ROUND = tl.constexpr(4194304.0)  # 2^22: floats from it to 2^23 are multiples of 1/2
@@ -116,9 +118,16 @@ def float8_index(v, ELEMENT: tl.constexpr):
 
 @triton.jit
 def e2m1_rounded(v):
-    """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
-    low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))
-    return tl.minimum(tl.minimum(low, tl.fma(v, 0.5, ROUND + 4.0)), ROUND + 7.0)
+    """v >= 0 -> E2M1_BASE + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
+    return bits_float(tl.minimum(float_bits(e2m1_within(v)), E2M1_BASE_BITS + 7))
+
+
+@triton.jit
+def e2m1_within(v):
+    """As `e2m1_rounded`, for v < 7."""
+    low, high = float_bits(tl.fma(v, 2.0, E2M1_BASE)), float_bits(tl.fma(v, 0.5, E2M1_BASE + 4.0))
+    # positive floats sort as their bits do, and the hardware compares three integers at once
+    return bits_float(tl.minimum(tl.minimum(low, float_bits(v + (E2M1_BASE + 2.0))), high))
 
 
 @triton.jit
@@ -133,12 +142,31 @@ def e2m1_nearest(v):
 
 
 @triton.jit
-def e2m1_value(index, sign):
-    """int32 whose lowest three bits are the index, int32 with nothing but a sign bit -> float32.
+def e2m1_sign(bits, magnitude):
+    """Bits of float32, and without their signs -> the signs, as -E2M1_UNIT or E2M1_UNIT."""
+    return bits_float((bits ^ magnitude) | 0x7E800000)
 
-    The three bits are a float32's lowest exponent bits and first mantissa bit, 2^126 too small.
+
+@triton.jit
+def e2m1_value(rounded, sign):
+    """`e2m1_rounded` and `e2m1_sign` -> float32. An index is a float32's lowest exponent bits and first mantissa bit,
+    2^126 too small.
     """
-    return bits_float(((index << 22) & 0x1C00000) | sign) * E2M1_UNIT
+    return bits_float(float_bits(rounded) << 22) * sign
+
+
+@triton.jit
+def e2m1_decoded(top):
+    """int32 whose highest four bits are a code -> float32. They are moved to where float32 has them, with copies of the
+    sign in front.
+    """
+    return bits_float((top >> 6) & -0x7E400000) * E2M1_UNIT
+
+
+@triton.jit
+def e2m1_code(rounded, sign):
+    """`e2m1_rounded` and `e2m1_sign` -> int32 codes, 0..15."""
+    return float_bits(tl.fma(sign, -4.0 / E2M1_UNIT, rounded)) - (E2M1_BASE_BITS - 4)
 
 
 @triton.jit
@@ -200,14 +228,17 @@ def pack4(codes, NB: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def pack_e2m1(index, bits, NB: tl.constexpr, B: tl.constexpr):
-    """(NB, B) index of the magnitude in the lowest three bits, sign of the value in the highest of `bits` -> (NB, B /
-    2) int32.
-    """
-    low, high = tl.split(tl.reshape(index, (NB, B // 2, 2)))
-    low_bits, high_bits = tl.split(tl.reshape(bits, (NB, B // 2, 2)))
-    signs = ((low_bits >> 28) & 8) | ((high_bits >> 24) & 128)
-    return ((low + (high << 4)) & 0x77) | signs
+def store4(pointer, word, codes, mask, N: tl.constexpr, B: tl.constexpr):
+    """Store (N, B) int32 codes, 0..15, as words of eight, the first code lowest: (N, B / 8) of them, at `word`."""
+    words = tl.sum(tl.reshape(codes, (N, B // 8, 8)) << (4 * tl.arange(0, 8))[None, None, :], axis=2)
+    tl.store(pointer.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=mask)
+
+
+@triton.jit
+def load_e2m1(pointer, word, mask, N: tl.constexpr, B: tl.constexpr):
+    """(N, B) float32 of the e2m1 codes in (N, B / 8) words of eight, at `word`."""
+    words = tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=mask, other=0)
+    return tl.reshape(e2m1_decoded(words[:, :, None] << (28 - 4 * tl.arange(0, 8))[None, None, :]), (N, B))
 
 
 @triton.jit

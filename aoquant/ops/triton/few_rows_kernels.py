@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format
 
-from .element_codes import e2m1_value, e8m0_value
+from .element_codes import e2m1_decoded, e8m0_value
 from .epilogue import finished
 from .integer_kernels import _int4_values
 
@@ -35,7 +35,7 @@ def _operand(code, s, z, KIND: tl.constexpr, DTYPE: tl.constexpr):
     code = code.to(tl.int32)
     if KIND == "int4":
         return _int4_values(((code ^ 8) - 8).to(tl.float32), s, z, DTYPE, DTYPE)
-    value = e2m1_value(code, (code & 8) << 28) * s
+    value = e2m1_decoded(code << 28) * s
     return (value + z if KIND == "gridflip" else value).to(DTYPE)
 
 

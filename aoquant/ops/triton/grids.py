@@ -25,19 +25,22 @@ from aoquant.formats.contest import AMAX_FLOOR, TOP
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
 
+from ..native import aligned
 from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials, row_absmax
 from .blockscaled_kernels import Outputs
 from .element_codes import (
     INF_BITS,
     bits_float,
+    e2m1_code,
     e2m1_rounded,
+    e2m1_sign,
     e2m1_value,
     float_bits,
-    pack_e2m1,
+    load_e2m1,
     quotient,
     row_and_column,
-    unpack4,
+    store4,
 )
 from .launch import LAUNCHES, Launch
 
@@ -255,17 +258,16 @@ def _encode(
         flagged = won < 0
         y = x * _inverse(scale, down)[:, None]
         z = tl.where(flagged[:, None], -y - c[:, None], y)
-        rounded = e2m1_rounded(tl.abs(z))
+        magnitude = tl.abs(z)
+        rounded, sign = e2m1_rounded(magnitude), e2m1_sign(float_bits(z), float_bits(magnitude))
         if CODES:
-            keep = tl.where(finite, 255, 0)
-            codes = pack_e2m1(float_bits(rounded), float_bits(z), NB, B) & keep[:, None]
-            half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
-            tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside)
+            word = (tile * (NB * B // 8)) + (tl.arange(0, NB)[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :])
+            store4(codes_ptr, word, tl.where(finite[:, None], e2m1_code(rounded, sign), 0), inside, NB, B)
             byte = won.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
             tl.store(scale_ptr + block, tl.where(finite, byte, 0x7F).to(tl.uint8), mask=block < n_blocks)
         if VALUES != "":
             signed = tl.where(finite, won, float("nan"))
-            value = e2m1_value(float_bits(rounded), float_bits(z) & -0x80000000) * signed[:, None]
+            value = e2m1_value(rounded, sign) * signed[:, None]
             if EFFORT > 0:
                 value = value + (c * tl.where(flagged, signed, 0.0))[:, None]
             if VALUES == "decode":
@@ -286,11 +288,10 @@ def _decode(
     inside = block < n_blocks
     row, group = row_and_column(tile * NB, tl.arange(0, NB), GROUPS)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
-    half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
-    code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
+    word = (tile * (NB * B // 8)) + (tl.arange(0, NB)[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :])
     which = block if TILE_ROWS == 1 else row // TILE_ROWS * GROUPS + group
     signed = tl.load(scale_ptr + which, mask=inside, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    value = e2m1_value(code, (code & 8) << 28) * signed[:, None]
+    value = load_e2m1(codes_ptr, word, inside[:, None], NB, B) * signed[:, None]
     if FLIPS:
         c = shift + tl.zeros([NB], tl.float32)
         if ALTERNATING:
@@ -344,7 +345,7 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     assert e.outer is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    codes, scale = e.codes.contiguous(), e.scales.contiguous().view(torch.uint8)
+    codes, scale = aligned(e.codes), e.scales.contiguous().view(torch.uint8)
     outer = "" if operand else "row" if e.outer.shape[0] > 1 else "one"
     _decoder(format, rows, e.k, outer)(codes, scale, e.outer, values)
     return values

@@ -5,13 +5,15 @@ once, where one scale for the tensor takes two passes. A row longer than LONGEST
 (row_width.py), is read twice. Blocks, scales and codes are those of blockscaled.py;
 only the outer scale comes from another place.
 
-Short rows share a program, as many as make a tile of one warp. Behind a Hadamard transform a lane holds whole blocks of
+Short rows share a program, as many as make a tile of one warp. A row whose length is a power of two times 3, 5 or 7 is
+held in as many pieces. Behind a Hadamard transform a lane holds whole blocks of
 it (hadamard.py).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,13 +26,14 @@ from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
 from ..quantized import Ask, Side
-from .blockscaled_kernels import TILE, Outputs, masked_codes, mixed, mixing, nvfp4_scale
-from .element_codes import bits_float, e2m1_rounded, e2m1_value, float_bits, most
+from .blockscaled_kernels import TILE, Outputs, mixed, mixing, nvfp4_scale
+from .element_codes import bits_float, e2m1_code, e2m1_sign, e2m1_value, e2m1_within, float_bits, most, store4
 from .hadamard_kernels import WARP, butterflies
 from .launch import LAUNCHES, Launch
 from .row_width import row_width
 
 LONGEST = 16384  # values of a row that a program holds at once
+_PIECES = 7  # of a row that is held; more take too many registers
 _WARPS = 8  # at most; of a transform's programs twice as many, which hold fewer values each
 
 
@@ -58,11 +61,39 @@ def _blocks(
 
 
 @triton.jit
+def _encode_chunk(
+    x, chunk, first, rows, groups, outer, inverse_outer, codes_ptr, scale_ptr, values_ptr,
+    SIXTH: tl.constexpr, FLOOR: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
+    """Encode what `_blocks` returned, under the outer scale of each block's row."""
+    b = tl.arange(0, R * NB)
+    group = chunk * NB + b % NB
+    inside = (b // NB < rows) & (group < groups)
+    block = (first + b // NB) * groups + group
+    magnitude = x & 0x7FFFFFFF
+    scale, inverse = nvfp4_scale(tl.max(magnitude, axis=1), outer, inverse_outer, SIXTH, FLOOR)
+    rounded, sign = e2m1_within(bits_float(magnitude) * inverse[:, None]), e2m1_sign(x, magnitude)
+    if CODES:
+        tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=inside)
+        codes = tl.where((inverse == inverse)[:, None], e2m1_code(rounded, sign), 0)
+        word = (block * (B // 8))[:, None] + tl.arange(0, B // 8)[None, :]
+        store4(codes_ptr, word, codes, inside[:, None], R * NB, B)
+    if VALUES != "":
+        scale_value = scale.to(tl.float32)
+        if VALUES == "decode":
+            scale_value = outer * scale_value
+        at = (block * B)[:, None] + tl.arange(0, B)[None, :]
+        value = e2m1_value(rounded, sign) * scale_value[:, None]
+        tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
 def _encode_rows(
     x_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, rows, groups,
     SIXTH: tl.constexpr, TOP_RECIPROCAL: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr,
-    CODES: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
-    G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
+    CODES: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+    B: tl.constexpr, G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """R rows of `groups` blocks of B, NB blocks of each at a time. VALUES: "" none, "operand" without, "decode" with
     the outer scale.
@@ -71,11 +102,13 @@ def _encode_rows(
     first = tl.program_id(0).to(tl.int64) * R
     x_ptr += first * k
     rows = tl.minimum(rows - first, R).to(tl.int32)  # of this program
-    if CHUNKS == 1:
-        x = _blocks(x_ptr, rows, k, 0, R, NB, B, G, SIGNS, FACTOR)
-        largest = tl.max(x & 0x7FFFFFFF, axis=1)
+    largest = tl.zeros([R * NB], tl.int32)
+    held = ()
+    if HELD:
+        for chunk in tl.static_range(CHUNKS):
+            held += (_blocks(x_ptr, rows, k, chunk, R, NB, B, G, SIGNS, FACTOR),)
+            largest = tl.maximum(largest, tl.max(held[chunk] & 0x7FFFFFFF, axis=1))
     else:
-        largest = tl.zeros([R * NB], tl.int32)
         for chunk in range(CHUNKS):
             x = _blocks(x_ptr, rows, k, chunk, R, NB, B, G, SIGNS, FACTOR)
             largest = tl.maximum(largest, tl.max(x & 0x7FFFFFFF, axis=1))
@@ -85,39 +118,52 @@ def _encode_rows(
     outer = tl.reshape(tl.broadcast_to(outer[:, None], (R, NB)), (R * NB,))
     inverse_outer = tl.reshape(tl.broadcast_to(inverse_outer[:, None], (R, NB)), (R * NB,))
 
-    b = tl.arange(0, R * NB)
-    for chunk in range(CHUNKS):
-        if CHUNKS > 1:
+    if HELD:
+        for chunk in tl.static_range(CHUNKS):
+            _encode_chunk(held[chunk], chunk, first, rows, groups, outer, inverse_outer, codes_ptr, scale_ptr, values_ptr,
+                          SIXTH, FLOOR, CODES, VALUES, R, NB, B)  # fmt: skip
+    else:
+        for chunk in range(CHUNKS):
             x = _blocks(x_ptr, rows, k, chunk, R, NB, B, G, SIGNS, FACTOR)
-        group = chunk * NB + b % NB
-        inside = (b // NB < rows) & (group < groups)
-        block = (first + b // NB) * groups + group
-        magnitude = x & 0x7FFFFFFF
-        scale, inverse = nvfp4_scale(tl.max(magnitude, axis=1), outer, inverse_outer, SIXTH, FLOOR)
-        rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
-        if CODES:
-            tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=inside)
-            half = (block * (B // 2))[:, None] + tl.arange(0, B // 2)[None, :]
-            tl.store(codes_ptr + half, masked_codes(rounded, x, inverse, R * NB, B), mask=inside[:, None])
-        if VALUES != "":
-            scale_value = scale.to(tl.float32)
-            if VALUES == "decode":
-                scale_value = outer * scale_value
-            value = e2m1_value(float_bits(rounded), x ^ magnitude) * scale_value[:, None]
-            at = (block * B)[:, None] + tl.arange(0, B)[None, :]
-            tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+            _encode_chunk(x, chunk, first, rows, groups, outer, inverse_outer, codes_ptr, scale_ptr, values_ptr,
+                          SIXTH, FLOOR, CODES, VALUES, R, NB, B)  # fmt: skip
+
+
+class _Tile(NamedTuple):
+    """Hold how many values of a row, how many rows and how many warps a program takes at once, and whether it keeps
+    the values that it read for the outer scale.
+    """
+
+    width: int
+    height: int
+    warps: int
+    held: bool
+
+    @classmethod
+    def of(cls, rows: int, k: int, transform: Hadamard | None) -> _Tile:
+        """Return the tile for rows of k."""
+        if transform is not None:
+            size = transform.size
+            width = min(max(triton.next_power_of_2(k), size), LONGEST)
+            height = max(1, WARP * size // width)
+            return cls(width, height, max(1, min(height * width // size // WARP, 2 * _WARPS)), k <= width)
+        even = k & -k
+        if 128 <= even <= 1024 and 1 < k // even <= _PIECES:  # no lane is idle, as some are where k is no power of two
+            height = max(1, 8 * WARP // even)
+            return cls(even, height, height * even // (8 * WARP), True)
+        width = row_width(rows, k, LONGEST)
+        height = max(1, TILE // width)
+        return cls(width, height, max(1, min(height * width // TILE, _WARPS)), k <= width)
 
 
 @lru_cache(LAUNCHES)
 def _encoder(rows: int, k: int, codes: bool, values: str, transform: Hadamard | None, inverse: bool) -> Launch:
-    size = 0 if transform is None else transform.size
-    width = row_width(rows, k, LONGEST) if transform is None else min(max(triton.next_power_of_2(k), size), LONGEST)
-    height = max(1, TILE // width if transform is None else WARP * size // width)
-    warps = height * width // TILE if transform is None else height * width // size // WARP
+    tile = _Tile.of(rows, k, transform)
     return Launch(
-        _encode_rows, (triton.cdiv(rows, height),), rows=rows, groups=k // 16, SIXTH=reciprocal(6.0), TOP_RECIPROCAL=reciprocal(NVFP4_TOP),
-        FLOOR=E4M3_FLOOR, SMALLEST=PTS_FLOOR, CODES=codes, VALUES=values, CHUNKS=triton.cdiv(k, width), R=height, NB=width // 16, B=16,
-        **mixed(transform, inverse), enable_fp_fusion=False, num_warps=max(1, min(warps, _WARPS if transform is None else 2 * _WARPS)),
+        _encode_rows, (triton.cdiv(rows, tile.height),), rows=rows, groups=k // 16, SIXTH=reciprocal(6.0),
+        TOP_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR, SMALLEST=PTS_FLOOR, CODES=codes, VALUES=values,
+        CHUNKS=triton.cdiv(k, tile.width), HELD=tile.held, R=tile.height, NB=tile.width // 16, B=16,
+        **mixed(transform, inverse), enable_fp_fusion=False, num_warps=tile.warps,
     )  # fmt: skip
 
 

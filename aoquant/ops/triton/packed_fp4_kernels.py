@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .element_codes import e2m1_value, e8m0_value
+from .element_codes import e2m1_decoded, e8m0_value
 from .epilogue import finished_tile
 
 BLOCK_K = 128
@@ -39,8 +39,8 @@ def _halves(codes_ptr, scale_ptr, row, inside, step, k, ROWS: tl.constexpr, B: t
     both = tl.load(codes_ptr + row[:, None] * (k // 2) + at[None, :], mask=mask, other=0).to(tl.int32)
     scale = _scales(scale_ptr, row, inside, step, k // B, B, BK)[:, :, None]
     scale = tl.reshape(tl.broadcast_to(scale, (ROWS, BK // B, B // 2)), (ROWS, BK // 2))
-    low = e2m1_value(both, (both & 8) << 28) * scale
-    high = e2m1_value(both >> 4, (both & 128) << 24) * scale
+    low = e2m1_decoded(both << 28) * scale
+    high = e2m1_decoded(both << 24) * scale
     return low.to(tl.bfloat16), high.to(tl.bfloat16)
 
 

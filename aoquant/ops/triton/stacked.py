@@ -29,6 +29,7 @@ from .element_codes import (
     ROUND,
     bits_float,
     e2m1_rounded,
+    e2m1_sign,
     e2m1_value,
     e8m0_byte,
     e8m0_inverse,
@@ -88,7 +89,7 @@ def _blocks(
         inverse, step = e8m0_inverse(byte, RULE), e8m0_value(byte)
     if ELEMENT == "e2m1":
         rounded = e2m1_rounded(bits_float(magnitude) * inverse[None, :])
-        value = e2m1_value(float_bits(rounded), x ^ magnitude)
+        value = e2m1_value(rounded, e2m1_sign(x, magnitude))
     else:
         value = float8_code(bits_float(x) * inverse[None, :], LIMIT, ELEMENT).to(tl.float32)
     tl.store(values_ptr + at, (value * step[None, :]).to(values_ptr.dtype.element_ty), mask=inside)

@@ -36,10 +36,14 @@ from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
 from .blockscaled_kernels import LAUNCH, Outputs, memory
 from .element_codes import (
+    E2M1_BASE_BITS,
+    E2M1_UNIT,
     INF_BITS,
     NAN_BITS,
     bits_float,
+    e2m1_code,
     e2m1_rounded,
+    e2m1_sign,
     e2m1_value,
     e8m0_byte,
     e8m0_inverse,
@@ -47,7 +51,7 @@ from .element_codes import (
     float_bits,
     least,
     most,
-    pack_e2m1,
+    store4,
 )
 from .hadamard_kernels import WARP, butterflies
 from .launch import LAUNCHES, Launch
@@ -268,8 +272,8 @@ def _draw(
         y = bits_float(magnitude) * inverse[:, None]
 
     if KIND == "ms-eden":
-        index = float_bits(e2m1_rounded(y)) & 7
-        kept = _sum(y * e2m1_value(index, 0), NB)
+        nearest = e2m1_rounded(y)
+        kept = _sum(y * e2m1_value(nearest, E2M1_UNIT), NB)
         length = _sum(y * y, NB)
         grown = scale_value * tl.where(kept == 0.0, 1.0, tl.div_rn(length, kept))
         step = bits_float(float_bits(most(grown, NORMAL)) & 0x7F800000) * 0.125
@@ -284,15 +288,15 @@ def _draw(
         stored = rounded.to(tl.uint8, bitcast=True)
     else:
         steps, p = e2m1_drawn(y, words(philox_key(state_ptr, side), counter, NB, B))
-        index = steps + ((p - (127 << 23)) >> 22)
+        nearest = bits_float(steps + ((p - (127 << 23)) >> 22) + E2M1_BASE_BITS)
 
-    keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
-    codes = pack_e2m1(index, bits, NB, B) & keep[:, None]
-    half = (block * (B // 2))[:, None] + tl.arange(0, B // 2)[None, :]
-    tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside[:, None])
+    sign = e2m1_sign(bits, magnitude)
+    codes = tl.where((inverse == inverse)[:, None], e2m1_code(nearest, sign), 0)  # NaN has no code, and no sign
+    word = (block * (B // 8))[:, None] + tl.arange(0, B // 8)[None, :]
+    store4(codes_ptr, word, codes, inside[:, None], NB, B)
     tl.store(scale_ptr + block, stored, mask=inside)
     at = place[:, None] + tl.arange(0, B)[None, :]
-    value = e2m1_value(index, bits ^ magnitude) * scale_value[:, None]
+    value = e2m1_value(nearest, sign) * scale_value[:, None]
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
     if tl.program_id(0) == 0:
         tl.store(outer_ptr, outer)

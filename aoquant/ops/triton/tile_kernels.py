@@ -20,23 +20,26 @@ from aoquant.formats.blockscaled import NVFP4_TOP
 from aoquant.formats.elements import ELEMENTS, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 
+from ..native import aligned
 from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
 from .blockscaled_kernels import Outputs
 from .element_codes import (
     bits_float,
+    e2m1_code,
     e2m1_rounded,
+    e2m1_sign,
     e2m1_value,
     e8m0_byte,
     e8m0_inverse,
     e8m0_value,
     float_bits,
     least,
+    load_e2m1,
     most,
-    pack_e2m1,
+    store4,
     te_factor,
     te_scale,
-    unpack4,
 )
 from .launch import LAUNCHES, Launch
 
@@ -90,15 +93,15 @@ def _encode(
             tl.store(scale_ptr + tile, scale.to(tl.uint8, bitcast=True), mask=first)
         y = bits_float(magnitude) * inverse[:, None]
         nan = y != y
-        index = float_bits(e2m1_rounded(tl.where(nan, 0.0, y)))
-        signed = tl.where(nan, 0, x)
+        rounded = e2m1_rounded(tl.where(nan, 0.0, y))
+        sign = e2m1_sign(tl.where(nan, magnitude, x), magnitude)
         if CODES:
-            half = (origin // 2)[:, None] + tl.arange(0, T // 2)[None, :]
-            tl.store(codes_ptr + half, pack_e2m1(index, signed, T * N, T).to(tl.uint8), mask=inside[:, None])
+            word = (origin // 8)[:, None] + tl.arange(0, T // 8)[None, :]
+            store4(codes_ptr, word, e2m1_code(rounded, sign), inside[:, None], T * N, T)
         if VALUES != "":
             if VALUES == "decode":
                 step = step * outer * POST
-            value = e2m1_value(index, signed & -0x80000000) * step[:, None]
+            value = e2m1_value(rounded, sign) * step[:, None]
             tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
     else:
         byte = e8m0_byte(amax, "rceil", MAX_POW2, RECIPROCAL, MANTISSA)
@@ -126,9 +129,8 @@ def _decode(
         step = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         if OUTER:
             step = step * tl.load(outer_ptr) * POST
-        half = (origin // 2)[:, None] + tl.arange(0, T // 2)[None, :]
-        code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), T * N, T)
-        value = e2m1_value(code, (code & 8) << 28)
+        word = (origin // 8)[:, None] + tl.arange(0, T // 8)[None, :]
+        value = load_e2m1(codes_ptr, word, inside[:, None], T * N, T)
     else:
         step = e8m0_value(byte.to(tl.int32))
         code = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
@@ -178,6 +180,6 @@ def decode(format: MXSquare | NVFP4Dialect, e: Encoded, dtype: torch.dtype, oper
     """(R, K) values in `dtype`: the operand, or decoded."""
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    codes, scale = e.codes.contiguous().view(torch.uint8), e.scales.contiguous().view(torch.uint8)
+    codes, scale = aligned(e.codes).view(torch.uint8), e.scales.contiguous().view(torch.uint8)
     _decoder(format, rows, e.k, not operand and e.outer is not None)(codes, scale, e.outer, values)
     return values
