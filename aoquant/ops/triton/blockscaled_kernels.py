@@ -52,6 +52,7 @@ from .hadamard_kernels import absmax_partials as mixed_partials
 from .launch import LAUNCHES, Launch
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
+MANY = 1 << 22  # values, whose decoders need not be as many as can be
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
 Blockscaled = MX | NVFP4 | MXFP4Dialect | NVFP4Dialect
 
@@ -346,11 +347,12 @@ def encode(format: MX | NVFP4, x_RK: Tensor, ask: Ask, mix: Operand | None) -> S
 
 @lru_cache(LAUNCHES)
 def _decoder(format: Blockscaled, rows: int, k: int, outer_rows: int, post: float) -> Launch:
+    tile, warps = (4 * TILE, 2) if rows * k >= MANY else (TILE, 1)
     return Launch(
-        _decode, (triton.cdiv(rows * k, TILE),),
+        _decode, (triton.cdiv(rows * k, tile),),
         n_blocks=rows * k // format.block, OUTER=("", "one", "row")[min(outer_rows, 2)], BLOCKS_PER_ROW=k // format.block,
         ELEMENT=format.element, MX_SCALE=format.block_scale == torch.float8_e8m0fnu,
-        POST=post, NB=TILE // format.block, B=format.block, **LAUNCH,
+        POST=post, NB=tile // format.block, B=format.block, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
 
 

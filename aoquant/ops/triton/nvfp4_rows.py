@@ -5,9 +5,8 @@ once, where one scale for the tensor takes two passes. A row longer than LONGEST
 (row_width.py), is read twice. Blocks, scales and codes are those of blockscaled.py;
 only the outer scale comes from another place.
 
-Short rows share a program, as many as make a tile of one warp. A row whose length is a power of two times 3, 5 or 7 is
-held in as many pieces. Behind a Hadamard transform a lane holds whole blocks of
-it (hadamard.py).
+A row is held in up to seven pieces, or in one that is longer than the row. Short rows share a program. Behind a
+Hadamard transform a lane holds whole blocks of it (hadamard.py).
 """
 
 from __future__ import annotations
@@ -147,10 +146,9 @@ class _Tile(NamedTuple):
             width = min(max(triton.next_power_of_2(k), size), LONGEST)
             height = max(1, WARP * size // width)
             return cls(width, height, max(1, min(height * width // size // WARP, 2 * _WARPS)), k <= width)
-        even = k & -k
-        if 128 <= even <= 1024 and 1 < k // even <= _PIECES:  # no lane is idle, as some are where k is no power of two
-            height = max(1, 8 * WARP // even)
-            return cls(even, height, height * even // (8 * WARP), True)
+        for piece in (128, 256, 512, 1024):  # the first that is enough: no lane is idle, and each holds 8 values of it
+            if k % piece == 0 and k // piece <= _PIECES:
+                return cls(piece, max(1, 8 * WARP // piece), max(1, piece // (8 * WARP)), True)
         width = row_width(rows, k, LONGEST)
         height = max(1, TILE // width)
         return cls(width, height, max(1, min(height * width // TILE, _WARPS)), k <= width)
