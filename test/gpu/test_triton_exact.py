@@ -216,6 +216,17 @@ def test_codes_decode_from_any_address(name: str) -> None:
     assert differing(got, fmt.decode(e, BF16)) == 0
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4-row", "xx-nvfp4"])
+def test_many_values_decode_by_larger_programs(name: str) -> None:
+    from aoquant.ops.triton.blockscaled_kernels import MANY
+
+    fmt = get_format(name)
+    e = fmt.encode(torch.randn(1031, 4128, device=CUDA, dtype=BF16))
+    assert e.codes.numel() * 2 > MANY
+    with backend("triton"):
+        assert differing(codec.decode(fmt, e, BF16), fmt.decode(e, BF16)) == 0
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-row"])
 def test_an_outer_scale_per_row_decodes(name: str) -> None:
     """A packed tensor keeps its outer scale once for each row."""
