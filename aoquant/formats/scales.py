@@ -110,7 +110,7 @@ def e8m0_bytes(amax: Tensor, rule: str, element: Element) -> Tensor:
         bits = divide(amax, element.largest).view(torch.int32)
         exponent, mantissa = (bits >> _MANTISSA) & 0xFF, bits & 0x7FFFFF
         up = torch.where(exponent == 0, mantissa > 1 << (_MANTISSA - 1), mantissa > 0)
-        byte = (exponent + up.int()).clamp(max=254).float()  # Inf -> 254
+        byte = (exponent + up.int()).clamp(max=254)  # Inf -> 254
     else:
         bits = amax.view(torch.int32)
         if rule == "even":
@@ -118,8 +118,8 @@ def e8m0_bytes(amax: Tensor, rule: str, element: Element) -> Tensor:
         exponent = (bits >> _MANTISSA) & 0xFF
         if rule == "ceil":
             exponent = exponent + ((bits & 0x7FFFFF) > 0).int()
-        byte = (exponent - element.max_pow2).clamp(0, 255).float()
-    return torch.where(amax.isnan(), 255.0, byte).to(torch.uint8)
+        byte = (exponent - element.max_pow2).clamp(0, 255)
+    return torch.where(amax.isnan(), 255, byte).to(torch.uint8)
 
 
 def e8m0_values(byte: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def encode(format: Format, w_NK: Tensor, held: Scales | None, gram_KK: Tensor) -
     if one:
         high_NG, low_NG = (t.expand(n, k // block) for t in (high_NG.amax(), low_NG.amin()))
     g = k // block
-    h_GBB = torch.stack([gram_KK[i * block : (i + 1) * block, i * block : (i + 1) * block] for i in range(g)]).float()
+    h_GBB = torch.stack([gram_KK[i * block : (i + 1) * block, i * block : (i + 1) * block] for i in range(g)])
     outer = format.measure(w_NK).outer if held is None or held.outer is None else held.outer
 
     def encoded(share_NG: Tensor) -> Encoded:

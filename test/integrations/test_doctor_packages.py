@@ -153,6 +153,8 @@ def test_each_recipe_for_linear_layers_is_tried(monkeypatch: pytest.MonkeyPatch)
     tried = dict(doctor.recipes("cpu"))
     assert {*tried.values()} == {"cpu"} and {"nvfp4", "int8-static", "int4-g32-no-attention"} <= tried.keys()
     assert not {"int4-g32-experts", "gguf-q8_0-kv-q8_0"} & tried.keys()
+    monkeypatch.setattr(doctor, "default_device", lambda: "found")
+    assert {device for _, device in doctor.recipes()} == {"found"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from aoquant import NVFP4WeightConfig, PackedWeightConfig, QATConfig, load_pretrained, quantize_, save_pretrained
 from aoquant.files import atomic, checkpoint
 from aoquant.files.atomic import LEFT, Staged
+from aoquant.integrations import pretrained_model
 
 FOREIGN = ("optimizer.pt", "adapter_model.safetensors", "README.md", "sub/notes.txt")
 COUNTS = ((1, 1), (1, 3), (3, 1), (3, 2), (2, 3), (3, 3))
@@ -235,6 +236,21 @@ def test_models_load_after_a_kill(sizes: tuple[str, str], step: int, tmp_path: P
         save_pretrained(new, tmp_path / "folder", max_shard_size=sizes[1])
 
     check_kills(tmp_path / "old", tmp_path / "folder", call, step, [logits(old), logits(new)])
+
+
+def test_a_save_is_staged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours calls transformers' own method, which stages saves of our models, too."""
+    made = list[Path]()
+
+    def staged(folder: Path) -> Staged:
+        made.append(folder)
+        return Staged(folder)
+
+    monkeypatch.setattr(pretrained_model, "Staged", staged)
+    model = tiny(0, NVFP4WeightConfig())
+    save_pretrained(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert made == [tmp_path / "ours", tmp_path / "theirs"]
 
 
 def test_saves_of_the_trainer_are_staged(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from aoquant.integrations import finetune as tuning
 from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune, master_adamw
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
-from aoquant.integrations.job import models
+from aoquant.integrations.job import models, resuming
+from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.integrations.text import ONE_TEXT, Documents
@@ -306,6 +307,19 @@ def numbers(out: str) -> dict[str, Any]:
 def scores(stage: dict[str, Any]) -> dict[str, Any]:
     """Return a stage without what it took."""
     return {name: value for name, value in stage.items() if name not in ("seconds", "peak_bytes", "tokens_per_s")}
+
+
+def test_a_run_is_asked_for_with_its_input_files(tmp_path: Path) -> None:
+    """A text that changes, or another calibration, is another run."""
+    files = {name: tmp_path / name for name in ("train.txt", "wiki.txt", "calibrate.txt")}
+    for file in files.values():
+        file.write_text("words")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    train, wiki, calibrate = files.values()
+    options = Options(model=str(folder), train_text=[train], wikitext=str(wiki), calibrate=calibrate)
+    assert resuming._command(options)["input files"].keys() == {str(folder / "config.json"), *map(str, files.values())}
 
 
 def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(

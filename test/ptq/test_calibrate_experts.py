@@ -16,7 +16,7 @@ from aoquant import CalibrateConfig, PackedWeightConfig, QATConfig, calibrate_pt
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts, QATReadExperts
 from aoquant.linear.tensor import same_bits
-from aoquant.ptq import experts
+from aoquant.ptq import experts, gptq
 from aoquant.ptq.ptq_report import PTQReport
 
 FORMATS = ["int4-g32", "nvfp4", "mxfp4", "gridflip-row", "fp8-row"]
@@ -193,3 +193,12 @@ def test_a_method_that_only_scales_inputs_is_refused_for_stacks() -> None:
 def test_float16_stacks_are_not_warned_of_for_their_codes(recwarn: pytest.WarningsRecorder) -> None:
     calibrate_ptq(model_of("qwen3-moe").half(), batches(), CalibrateConfig(PackedWeightConfig("int4-g32")))
     assert not [w for w in recwarn if "float16" in str(w.message)]
+
+
+def test_a_stack_says_which_damping_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = gptq.factor
+    monkeypatch.setattr(gptq, "factor", lambda gram_KK, damping, order: factor(gram_KK, 10 * damping, order))
+    model = model_of("qwen3-moe")
+    report = calibrate_ptq(model, batches(), CalibrateConfig(PackedWeightConfig("int4-g32"), damping=0.01))
+    rows = of_stacks(report, model)
+    assert rows and all(row.damping == 0.1 and "needed damping 0.1" in row.note for row in rows)

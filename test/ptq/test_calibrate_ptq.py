@@ -32,6 +32,7 @@ from aoquant import (
 from aoquant.linear.packed import PackedLinear
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import same_bits
+from aoquant.ptq import gptq
 
 CONFIGS: dict[str, Any] = {
     "int4": Int4WeightConfig(32),
@@ -391,6 +392,13 @@ def test_few_tokens_are_fewer_than_inputs_where_codes_are_chosen(
     note = f"saw {tokens} tokens for K = 32"
     assert (row.tokens, row.few, row.note) == (tokens, few, note * few)
     assert sum(note in str(w.message) for w in recwarn) == few
+
+
+def test_a_row_says_which_damping_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = gptq.factor
+    monkeypatch.setattr(gptq, "factor", lambda gram_KK, damping, order: factor(gram_KK, 10 * damping, order))
+    (row,) = calibrate_ptq(nn.Sequential(nn.Linear(32, 32)), [X], CalibrateConfig("int4-g32", damping=0.01)).rows
+    assert (row.damping, row.note) == (0.1, "needed damping 0.1")
 
 
 @pytest.mark.parametrize(
