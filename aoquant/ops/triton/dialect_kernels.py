@@ -29,6 +29,7 @@ from . import blockscaled_kernels, tile_kernels
 from .amax_kernels import absmax_partials
 from .blockscaled_kernels import Outputs, blocks_of, frame, load_blocks, memory, mixing, within
 from .element_codes import (
+    E2M1_UNIT,
     INF_BITS,
     NAN_BITS,
     bits_float,
@@ -148,7 +149,7 @@ def _encode(
             tl.store(scale_ptr + block, stored, mask=there)
         nan = y != y
         rounded = e2m1_rounded(tl.where(nan, 0.0, y))
-        sign = e2m1_sign(tl.where(nan, magnitude, x), magnitude)
+        sign = tl.where(nan, E2M1_UNIT, e2m1_sign(x, magnitude))
         if CODES:
             store4(codes_ptr, within(tile, block, NB, B // 8, ACROSS), e2m1_code(rounded, sign), inside, NB, B)
         if VALUES != "":

@@ -143,7 +143,10 @@ def e2m1_nearest(v):
 
 @triton.jit
 def e2m1_sign(bits, magnitude):
-    """Bits of float32, and without their signs -> the signs, as -E2M1_UNIT or E2M1_UNIT."""
+    """Bits of float32, and without their signs -> the signs, as -E2M1_UNIT or E2M1_UNIT.
+
+    Noise for a NaN, of which the hardware makes another where it takes the magnitude of a float.
+    """
     return bits_float((bits ^ magnitude) | 0x7E800000)
 
 

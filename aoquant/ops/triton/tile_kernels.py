@@ -25,6 +25,7 @@ from ..quantized import Ask, Side
 from .amax_kernels import PARTIALS, absmax_partials
 from .blockscaled_kernels import Outputs
 from .element_codes import (
+    E2M1_UNIT,
     bits_float,
     e2m1_code,
     e2m1_rounded,
@@ -94,7 +95,7 @@ def _encode(
         y = bits_float(magnitude) * inverse[:, None]
         nan = y != y
         rounded = e2m1_rounded(tl.where(nan, 0.0, y))
-        sign = e2m1_sign(tl.where(nan, magnitude, x), magnitude)
+        sign = tl.where(nan, E2M1_UNIT, e2m1_sign(x, magnitude))
         if CODES:
             word = (origin // 8)[:, None] + tl.arange(0, T // 8)[None, :]
             store4(codes_ptr, word, e2m1_code(rounded, sign), inside[:, None], T * N, T)
