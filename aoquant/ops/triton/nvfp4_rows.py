@@ -12,7 +12,7 @@ Hadamard transform a lane holds whole blocks of it (hadamard.py).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -102,10 +102,10 @@ def _encode_rows(
     x_ptr += first * k
     rows = tl.minimum(rows - first, R).to(tl.int32)  # of this program
     largest = tl.zeros([R * NB], tl.int32)
-    held: tuple[Any, ...] = ()
+    held = ()
     if HELD:
         for chunk in tl.static_range(CHUNKS):
-            held += (_blocks(x_ptr, rows, k, chunk, R, NB, B, G, SIGNS, FACTOR),)
+            held += (_blocks(x_ptr, rows, k, chunk, R, NB, B, G, SIGNS, FACTOR),)  # type: ignore[assignment]
             largest = tl.maximum(largest, tl.max(held[chunk] & 0x7FFFFFFF, axis=1))
     else:
         for chunk in range(CHUNKS):
