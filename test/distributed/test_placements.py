@@ -295,3 +295,14 @@ def test_a_layer_that_has_run_is_told_its_rank_once_it_is_distributed(how: str) 
         model(x)
         assert layer.seen == 1
     assert ranks.of(layer) == 1  # which stays: backward recomputes outside of DDP's forward
+
+
+def test_parts_of_a_dimension_begin_where_torch_cuts_it() -> None:
+    def cut(rows: Tensor, cuts: Sequence[int]) -> list[int]:
+        if not cuts:
+            return [int(rows[0])]
+        return [begin for part in rows.chunk(cuts[0]) for begin in cut(part, cuts[1:])]
+
+    for size in (1, 4, 7, 10, 24):
+        for cuts in ((), (2,), (4,), (2, 2), (2, 3), (3, 2)):
+            assert shards._begins(size, cuts) == cut(torch.arange(size), cuts), (size, cuts)

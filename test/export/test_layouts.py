@@ -102,6 +102,21 @@ def test_bytes_are_compressed_tensors_own(weight: str, activation: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (PackedWeightConfig("int8-row", "int8-row-vllm"), torch.float32),  # as engines hold them beside int8 inputs
+        (PackedWeightConfig("intx8-row"), torch.bfloat16),
+        (PackedWeightConfig("intx4-g32", contract="dequantize"), torch.bfloat16),
+    ],
+)
+def test_scales_of_integers_are_stored_in_the_dtype_that_readers_hold(
+    config: PackedWeightConfig, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    stored = load_file(export(converted(config), tmp_path / "out", "compressed-tensors") / "model.safetensors")
+    assert {t.dtype for name, t in stored.items() if name.endswith("weight_scale")} == {dtype}
+
+
+@pytest.mark.parametrize(
     ("config", "algorithm"),
     [
         (PackedWeightConfig("nvfp4-static:0.0009"), "W4A16_NVFP4"),
