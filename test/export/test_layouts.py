@@ -105,7 +105,7 @@ def test_bytes_are_compressed_tensors_own(weight: str, activation: str) -> None:
     ("config", "dtype"),
     [
         (PackedWeightConfig("int8-row", "int8-row-vllm"), torch.float32),  # as engines hold them beside int8 inputs
-        (PackedWeightConfig("intx8-row"), torch.bfloat16),
+        (PackedWeightConfig("int8-row"), torch.bfloat16),  # of the values that its float32 scales have
         (PackedWeightConfig("intx4-g32", contract="dequantize"), torch.bfloat16),
     ],
 )
@@ -114,6 +114,12 @@ def test_scales_of_integers_are_stored_in_the_dtype_that_readers_hold(
 ) -> None:
     stored = load_file(export(converted(config), tmp_path / "out", "compressed-tensors") / "model.safetensors")
     assert {t.dtype for name, t in stored.items() if name.endswith("weight_scale")} == {dtype}
+
+
+def test_scales_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="self_attn.q_proj"):
+        export(converted(PackedWeightConfig("int8-row-vllm")), tmp_path / "out", "compressed-tensors")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
