@@ -117,7 +117,7 @@ def test_scales_of_integers_are_stored_in_the_dtype_that_readers_hold(
 
 
 def test_scales_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="self_attn.q_proj"):
+    with pytest.raises(ValueError, match=r"self_attn\.q_proj"):
         export(converted(PackedWeightConfig("int8-row-vllm")), tmp_path / "out", "compressed-tensors")
     assert not (tmp_path / "out").exists()
 
