@@ -202,3 +202,11 @@ def test_a_stack_says_which_damping_was_needed(monkeypatch: pytest.MonkeyPatch) 
     report = calibrate_ptq(model, batches(), CalibrateConfig(PackedWeightConfig("int4-g32"), damping=0.01))
     rows = of_stacks(report, model)
     assert rows and all(row.damping == 0.1 and "needed damping 0.1" in row.note for row in rows)
+
+
+def test_a_stack_that_is_not_rounded_has_a_row_without_errors() -> None:
+    model = model_of("qwen3-moe")
+    config = CalibrateConfig(PackedWeightConfig("high-precision", "int8-row"))
+    rows = calibrate_ptq(model, batches(), config, step="prepare").rows
+    (note,) = {(r.tokens, r.error, r.nearest, r.damping, r.note) for r in rows if "experts" in r.layer}
+    assert note == (0, 0.0, 0.0, 0.0, "its weight is not rounded to codes here")
