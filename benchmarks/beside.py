@@ -41,26 +41,6 @@ TIMED = (
 )
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One kind of run.
-
-    named: the columns that tell its rows from other cells' rows. ready: variant -> what is timed, which keeps its model
-    alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock. alone: whether the
-    twin is freed before a variant is made. clock: what times a run.
-    """
-
-    named: Row
-    ready: Callable[[str], Run]
-    tokens: int
-    rounds: int
-    device: torch.device
-    warm_up: int = 2
-    repeats: int = 1
-    alone: bool = False
-    clock: Clock = field(default_factory=lambda: seconds)
-
-
 @dataclass
 class Deadline:
     """Seconds after which nothing new begins; 0: never."""
@@ -109,7 +89,7 @@ def seconds(run: Run, repeats: int, device: torch.device) -> float:
 
 
 def kernel_seconds(run: Run, repeats: int, device: torch.device) -> float:
-    """Of one run's kernels and copies on a GPU, without the gaps between them.
+    """Return what the kernels and copies of one run take on a GPU, without the gaps between them.
 
     The profiler that tells stays in the process and slows down every launch: nothing else is timed there.
     """
@@ -119,6 +99,26 @@ def kernel_seconds(run: Run, repeats: int, device: torch.device) -> float:
         wait(device)
     on_gpu = (e.device_time_total for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
     return sum(on_gpu) / 1e6 / repeats
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of run.
+
+    named: the columns that tell its rows from other cells' rows. ready: variant -> what is timed, which keeps its model
+    alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock. alone: whether the
+    twin is freed before a variant is made. clock: what times a run.
+    """
+
+    named: Row
+    ready: Callable[[str], Run]
+    tokens: int
+    rounds: int
+    device: torch.device
+    warm_up: int = 2
+    repeats: int = 1
+    alone: bool = False
+    clock: Clock = seconds
 
 
 def warm(cell: Cell, variant: str) -> tuple[Run, float | None]:

@@ -314,12 +314,10 @@ def test_a_run_is_asked_for_with_its_input_files(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("train.txt", "wiki.txt", "calibrate.txt")}
     for file in files.values():
         file.write_text("words")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
     train, wiki, calibrate = files.values()
-    options = Options(model=str(folder), train_text=[train], wikitext=str(wiki), calibrate=calibrate)
-    assert resuming._command(options)["input files"].keys() == {str(folder / "config.json"), *map(str, files.values())}
+    options = Options(model=str(tmp_path), train_text=[train], wikitext=str(wiki), calibrate=calibrate)
+    assert resuming._command(options)["input files"].keys() == {*map(str, files.values())}
+    assert resuming._command(Options(calibrate=calibrate))["input files"].keys() == {str(calibrate)}
 
 
 def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(

@@ -190,9 +190,8 @@ def _encode(
         if ELEMENT == "e2m1":
             rounded, sign = e2m1_rounded(bits_float(magnitude) * inverse[:, None]), e2m1_sign(x, magnitude)
             if CODES:
-                codes = tl.where(
-                    (inverse == inverse)[:, None], e2m1_code(rounded, sign), 0
-                )  # NaN has no code, and no sign
+                # NaN has no code, and no sign
+                codes = tl.where((inverse == inverse)[:, None], e2m1_code(rounded, sign), 0)
                 store4(codes_ptr, within(tile, block, NB, B // 8, ACROSS), codes, inside, NB, B)
             if VALUES != "":
                 value = e2m1_value(rounded, sign)

@@ -2,10 +2,10 @@
 
 The program finds the absmax of a row, makes its outer scale, and encodes the row out of the registers. So x is read
 once, where one scale for the tensor takes two passes. A row longer than LONGEST, and one of many long ones
-(row_width.py), is read twice. Blocks, scales and codes are those of blockscaled.py;
-only the outer scale comes from another place.
+(row_width.py), is read twice. Blocks, scales and codes are those of blockscaled.py; only the outer scale comes from
+another place.
 
-A row is held in up to seven pieces, or in one that is longer than the row. Short rows share a program. Behind a
+A row is held in up to seven pieces, or in one that is as long or longer. Short rows share a program. Behind a
 Hadamard transform a lane holds whole blocks of it (hadamard.py).
 """
 
