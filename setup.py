@@ -1,11 +1,11 @@
 """The build beyond pyproject.toml: packages found by search, the evaluation's assets, CUDA kernels where nvcc is there,
-CPU kernels where a C++ compiler is.
+CPU kernels and the step library where a C++ compiler is.
 
 The evaluation's assets live in `eval/assets` and install as `aoquant.assets`, so that `aoquant run` finds them from a
 wheel as well as from a checkout: `importlib.resources.files("aoquant.assets")`.
 
 The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there, those of
-`csrc/cpu/` when torch and a C++ compiler are; `csrc/builder.py` and `csrc/cpu_builder.py` say when and how. A build
+`csrc/cpu/` and `csrc/step/` when torch and a C++ compiler are; `csrc/*builder.py` say when and how. A build
 that has setuptools alone makes the same wheel as ever: pure Python.
 
     pip install --no-build-isolation .           # with kernels
@@ -24,6 +24,7 @@ from setuptools.command.build_py import build_py
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 import builder as csrc
 import cpu_builder
+import step_builder
 
 
 class BuildPython(build_py):
@@ -46,7 +47,8 @@ class BuildNative(build_ext):
         if ext.name == csrc.MODULE:
             csrc.build(target, scratch)
         else:
-            cpu_builder.build(csrc.import_torch(), target, scratch)
+            builder = cpu_builder if ext.name == cpu_builder.MODULE else step_builder
+            builder.build(csrc.import_torch(), target, scratch)
 
 
 class Wheel(bdist_wheel):
@@ -59,7 +61,9 @@ class Wheel(bdist_wheel):
 
 kernels = [Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()])] if csrc.wanted() else []
 if cpu_builder.wanted(csrc.import_torch()):
-    kernels.append(Extension(cpu_builder.MODULE, [f"csrc/cpu/{s.name}" for s in cpu_builder.FOLDER.glob("*.cpp")]))
+    for builder in (cpu_builder, step_builder):
+        folder = builder.FOLDER
+        kernels.append(Extension(builder.MODULE, [f"csrc/{folder.name}/{s.name}" for s in folder.glob("*.cpp")]))
 setup(
     packages=[*find_packages(include=["aoquant", "aoquant.*"]), "aoquant.assets"],
     package_dir={"aoquant.assets": "eval/assets"},

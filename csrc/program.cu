@@ -46,6 +46,13 @@ std::vector<Tensor> run_on_gpu(const program::Program& found, const std::vector<
 
 std::vector<Tensor> run(int64_t number, std::vector<Tensor> arguments) { return run_on_gpu(*program::find(number, arguments), arguments); }
 
+// The program of a call; -1 where there is none, or a CUDA graph is captured.
+int64_t find_in_family(int64_t family, std::vector<Tensor> arguments) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (arguments.empty() || cudaStreamIsCapturing(current_stream(arguments[0]), &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) return -1;
+  return program::bound(family, arguments).second;
+}
+
 std::tuple<std::vector<Tensor>, int64_t> run_family(int64_t family, std::vector<Tensor> arguments) {
   auto [found, number] = program::bound(family, arguments);
   if (found == nullptr) return {std::vector<Tensor>(), number};
@@ -60,6 +67,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
   m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
   m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
   m.def("family_forget(int family) -> ()");
+  m.def("family_find(int family, Tensor[] arguments) -> int");
   m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CompositeExplicitAutograd, m) {
@@ -68,6 +76,7 @@ STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CompositeExplicitAutograd, m) {
   m.impl("program_run", TORCH_BOX(&run));
   m.impl("family_bind", TORCH_BOX(&program::bind));
   m.impl("family_forget", TORCH_BOX(&program::forget_family));
+  m.impl("family_find", TORCH_BOX(&find_in_family));
   m.impl("family_run", TORCH_BOX(&run_family));
 }
 

@@ -110,6 +110,31 @@ class Saved(NamedTuple):
     amax: Tensor | None = None
 
 
+class Frame(NamedTuple):
+    """What backward knows of its forward, beside the saved tensors.
+
+    recipe: its key. needs: which gradients are asked for. layout: of the saved tensors.
+    random: not saved, since the calls of a step advance one state, in place.
+    of_codes: whether w is codes alone; w_columns, whether it has its column side; packed_fqn, the layer's name then.
+    rank, fixed, delayed, parts: as `Given`'s.
+    """
+
+    recipe: str
+    needs: Needs
+    layout: Any
+    x_shape: torch.Size
+    w_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    random: Tensor | None
+    rank: int
+    fixed: FixedWeight | None
+    delayed: Any
+    parts: Shards | None
+    of_codes: bool
+    w_columns: bool
+    packed_fqn: str
+
+
 NO_GRADIENT = Needs(False, False, False, False, False)
 
 
@@ -186,6 +211,12 @@ def quantized_linear(
             w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
     shared = rows, columns, 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
     given = Given(recipe.key, packed, x_held, w_held, random, *shared, fixed, delayed, parts, rank)
+    if not tracing and leaf is weight is not None and x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
+        y, given = replay.step(x, weight, bias, given)
+        if y is not None:
+            if unread:
+                note_run(weight)
+            return y
     return _applied(x, weight, bias, x_scale, w_scale, given, master)
 
 
@@ -230,47 +261,70 @@ class QuantizedLinear(torch.autograd.Function):
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
         if x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
-            y, tensors, ctx.layout, ctx.repeats = replay.forward(multiply, x, w, bias, given, needs)
+            y, tensors, layout, kind = replay.forward(multiply, x, w, bias, given, needs)
         else:
-            (y, saved), ctx.repeats = multiply(x, w, bias, given, needs), None
-            tensors, ctx.layout = flat(saved)
+            (y, saved), kind = multiply(x, w, bias, given, needs), None
+            tensors, layout = flat(saved)
         ctx.save_for_backward(*tensors)
-        ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
-        ctx.parts, ctx.rank, ctx.delayed = given.parts, given.rank, given.delayed
         codes = w if isinstance(w, GatheredWeight) else None
-        ctx.fixed = given.fixed if codes is None else None
-        ctx.random = given.random  # not saved: the calls of a step advance one state, in place
-        ctx.w_dtype = None if w is None else w.dtype
-        ctx.of_codes, ctx.w_columns = codes is not None, codes is not None and codes.columns is not None
-        ctx.packed_fqn = "" if codes is None else codes.fqn
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.frame = frame = Frame(
+            given.recipe,
+            needs,
+            layout,
+            x.shape,
+            w_dtype=None if w is None else w.dtype,
+            bias_dtype=None if bias is None else bias.dtype,
+            random=given.random,
+            rank=given.rank,
+            fixed=given.fixed if codes is None else None,
+            delayed=given.delayed,
+            parts=given.parts,
+            of_codes=codes is not None,
+            w_columns=codes is not None and codes.columns is not None,
+            packed_fqn="" if codes is None else codes.fqn,
+        )
+        ctx.repeats = None if kind is None else kind.note.backward
+        if kind is not None and not kind.left_to_library and w is not None:
+            backward = functools.partial(_repeated, frame._replace(random=None), ctx.repeats)
+            replay.learn(kind, x.is_cuda, needs[:3], given.random is not None, backward)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative()
-        tensors = saved_tensors(ctx, ctx.packed_fqn)
-        if ctx.repeats is None:
-            made = _gradients(ctx, tensors, grad)
-        else:
-            made = ctx.repeats(functools.partial(_gradients, ctx, tensors, grad), [grad, *tensors, ctx.random])
-        if ctx.random is not None:
-            ctx.random[2:].add_(1)  # the step
+        frame = ctx.frame
+        made = _repeated(frame, ctx.repeats, grad, saved_tensors(ctx, frame.packed_fqn), frame.random)
+        if frame.random is not None:
+            frame.random[2:].add_(1)  # the step
         return (*made, None)
 
 
-def _gradients(ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+def _repeated(
+    frame: Frame,
+    repeats: repeat.Repeats | None,
+    grad: Tensor,
+    tensors: Sequence[Tensor | None],
+    random: Tensor | None,
+) -> Sequence[Tensor | None]:
+    """`_gradients`, from `repeats` where it knows the call."""
+    if torch.is_grad_enabled():
+        refuse_second_derivative()
+    frame = frame._replace(random=random)
+    if repeats is None:
+        return _gradients(frame, tensors, grad)
+    return repeats(functools.partial(_gradients, frame, tensors, grad), [grad, *tensors, random])
+
+
+def _gradients(frame: Frame, tensors: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, w, bias and both learned scales, None where one is not asked for."""
-    recipe, needs, saved = RECIPES[ctx.recipe], ctx.needs, restored(tensors, ctx.layout)
+    recipe, needs, saved = RECIPES[frame.recipe], frame.needs, restored(tensors, frame.layout)
     x, x_held, w, w_held = saved.x, saved.x_held, saved.w, saved.w_held
     x_as: Any = recipe.fprop_input
-    random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
+    random = None if frame.random is None else of_rank(frame.random, frame.rank)
     grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
     dx = dw = db = dx_scale = dw_scale = None
     of_w = of_x = None
     if needs.x or needs.x_scale:
-        columns = w if ctx.w_columns else None if ctx.fixed is None else _fixed_columns(ctx, recipe, saved, grad)
+        columns = w if frame.w_columns else None if frame.fixed is None else _fixed_columns(frame, recipe, saved, grad)
         if columns is None:
             of_w = ops.Kept(w, recipe.dgrad, w_held, saved.measured)
         else:
@@ -283,11 +337,11 @@ def _gradients(ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor) -> tupl
         else:
             of_x = ops.Kept(x, recipe.wgrad, x_held)
     if of_w is not None or of_x is not None:
-        grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
-        if ctx.parts is None:
+        grad_held = None if frame.delayed is None else Scales(frame.delayed.factor[2:].view(1, 1))
+        if frame.parts is None:
             made = ops.gradients(grad_MN, of_w, of_x, random, grad_held)
         else:
-            made = gemms.of_parts(grad_MN, of_w, of_x, random, grad_held, ctx.parts.dgrad, ctx.parts.wgrad)
+            made = gemms.of_parts(grad_MN, of_w, of_x, random, grad_held, frame.parts.dgrad, frame.parts.wgrad)
         dx, dw = made.dx, dw if of_x is None else made.dw
 
     if dx is not None:
@@ -297,21 +351,22 @@ def _gradients(ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor) -> tupl
             clipped = ops.saturated(x, x_as, x_as.format.rowwise(x_held, len(x)))
         if needs.x and (recipe.transform is not None or clipped is not None):
             dx = pulled_back(dx, x_as, x_held, clipped)
-        dx = dx.reshape(ctx.x_shape) if needs.x else None
+        dx = dx.reshape(frame.x_shape) if needs.x else None
     if dw is not None:
         w_as = recipe.fprop_weight
         if needs.w_scale:
             dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
-        dw = dw.to(ctx.w_dtype) if needs.w else None
+        dw = dw.to(frame.w_dtype) if needs.w else None
         if dw is not None and (recipe.transform is not None or recipe.weight_clips):
             clipped = ops.saturated(w, w_as, w_held) if recipe.weight_clips else None
             dw = pulled_back(dw, w_as, w_held, clipped)
     if needs.bias:
-        db = ops.bgrad(grad_MN, ctx.bias_dtype)
-    if recipe.history and ctx.delayed.history.numel():  # a report takes its history away
+        assert frame.bias_dtype is not None
+        db = ops.bgrad(grad_MN, frame.bias_dtype)
+    if recipe.history and frame.delayed.history.numel():  # a report takes its history away
         found = reduced.largest(torch.cat((saved.amax, ops.absmax(grad_MN))))
         # codes take their scale when they are written (mastered.py)
-        recipe.advance(ctx.delayed, found, slice(0, 3, 2) if ctx.of_codes else slice(3))
+        recipe.advance(frame.delayed, found, slice(0, 3, 2) if frame.of_codes else slice(3))
     return dx, dw, db, dx_scale, dw_scale
 
 
@@ -418,12 +473,12 @@ def _columns_of(
     return columns
 
 
-def _fixed_columns(ctx: Any, recipe: LinearRecipe, saved: Any, grad: Tensor) -> Encoded | None:
+def _fixed_columns(frame: Frame, recipe: LinearRecipe, saved: Any, grad: Tensor) -> Encoded | None:
     """The column side of a fixed weight; None where it is drawn anew, or is in high precision."""
     gemm = recipe.dgrad
     if gemm.other is None or gemm.other.draws:
         return None
-    made: Encoded = ctx.fixed.columns(
+    made: Encoded = frame.fixed.columns(  # type: ignore[union-attr]
         grad.dtype, functools.partial(ops.Kept(saved.w, gemm, saved.w_held).columns, grad.dtype)
     )
     return made

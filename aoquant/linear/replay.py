@@ -4,6 +4,9 @@ Nothing that the page (function.py) decides changes between two calls that are a
 device, which gradients are asked for, and what is shared with other layers. So a call is recorded and repeated
 (`ops.repeat`), forward and backward apart. Layers with equal calls share their programs.
 
+Where csrc's step library is there (`ops.native_step`), it gets such a call whole (`step`): it finds the program, runs
+it, and makes the node of autograd that runs the backward's. `learn` tells it of a kind that Python has repeated.
+
 A call that is not ordinary takes the page: as there, and where the layer holds scales, transforms or codes beside its
 weight, or where its weight is sharded.
 """
@@ -11,23 +14,31 @@ weight, or where its weight is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import count
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded
+from aoquant.linear.cache import InputCodes
 from aoquant.linear.saved import Layout, flat
-from aoquant.ops import repeat, router
+from aoquant.ops import native_step, repeat, router
+from aoquant.ops.program import Program
 
 Left = tuple[tuple[int, bool] | None, ...]
+Gradients = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Sequence[Tensor | None]]
 
 
 class _Shared:
-    """Stand for `InputCodes` in one forward: hold the codes that were found, and those that are left."""
+    """Stand for `InputCodes` in one forward: hold the codes that were found, and those that are left.
 
-    def __init__(self, found: Encoded | None) -> None:
-        self.found = found
+    codes: the `InputCodes` itself, where what is left goes there at once.
+    """
+
+    def __init__(self, found: Encoded | None, codes: InputCodes | None = None) -> None:
+        self.found, self._codes = found, codes
         self.left: tuple[Encoded, bool] | None = None  # codes, and whether autograd keeps them
         self.parts, self.layers = () if found is None else (found,), ()
 
@@ -38,6 +49,8 @@ class _Shared:
     def leave(self, encoded: Encoded, layer: int, kept: bool) -> None:
         """Hold what is left, for the layer's own `InputCodes`."""
         self.left = encoded, kept
+        if self._codes is not None:
+            self._codes.leave(encoded, layer, kept)
 
 
 class Note(NamedTuple):
@@ -56,17 +69,121 @@ class Note(NamedTuple):
 _forwards = repeat.Repeats()
 
 
-def forward(
-    multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
-) -> tuple[Tensor, Sequence[Tensor | None], Layout, repeat.Repeats | None]:
-    """Return (y, the tensors that backward reads, their layout, what repeats the backward) of a call of `multiply`."""
-    rows, columns, layer, packed = given.rows, given.columns, given.layer, given.packed
+class _Known(NamedTuple):
+    """Hold what Python reads of a call that the step library ran.
+
+    left: (K, whether autograd keeps them, which of its four tensors there are) of the codes of rows and of columns.
+    saved: which tensors that backward reads there are. random: whether it draws. gradients: runs an unusual backward.
+    """
+
+    left: tuple[tuple[int, bool, list[bool]] | None, ...]
+    saved: list[bool]
+    random: bool
+    gradients: Gradients
+
+
+_known: dict[int, _Known] = {}  # by a number that the library holds
+_numbers = count(1)
+
+
+def step(x: Tensor, w: Tensor, bias: Tensor | None, given: Any) -> tuple[Tensor | None, Any]:
+    """Return (y with its node, or None where the step library does not know the call; `given`, where what is shared is
+    taken).
+    """
+    forward_of_library = _library()
+    needs = x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad, False, False
+    if forward_of_library is None or True not in needs:
+        return None, given
+    rows, columns, layer = given.rows, given.columns, given.layer
     of_rows = None if rows is None else rows.take(layer)
     of_columns = None if columns is None else columns.take(layer)
-    arguments = [x, w, bias, *(packed or _NOTHING)[:4], *(of_rows or _NOTHING)[:4], *(of_columns or _NOTHING)[:4]]
-    widths = [None if e is None else e.k for e in (packed, of_rows, of_columns)]
-    shared = rows is not None, columns is not None
-    how = given.recipe, needs, given.rank, *shared, *widths, router.generation()
+    arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
+    if (ordinary := repeat.ordinary_call(arguments)) is not None:
+        given_tensors, missing = ordinary
+        family = _forwards.family(missing, *how)
+        if family is not None:
+            try:
+                made, number = forward_of_library(family.number, given_tensors, bias, needs, given.random)
+            except RuntimeError:  # the call's own error comes from its steps, one by one
+                number = -1
+            if number >= 0:
+                tensors = iter(made)
+                y = next(tensors)
+                for codes, left in zip((rows, columns), _known[number].left, strict=True):
+                    if left is not None:
+                        k, kept, parts = left
+                        four: list[Any] = [next(tensors) if there else None for there in parts]
+                        codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
+                return y, given
+    stands = [None if codes is None else _Shared(f, codes) for codes, f in ((rows, of_rows), (columns, of_columns))]
+    return None, given._replace(rows=stands[0], columns=stands[1])
+
+
+def learn(kind: repeat.Kind, cuda: bool, needs: Sequence[bool], random: bool, gradients: Gradients) -> None:
+    """Let the step library run such calls and their backwards from now on, once both are programs of csrc's.
+
+    cuda: whether on a GPU. needs: whether x, w and bias want their gradients. random: whether backward draws.
+    gradients: the backward, of the gradient, the saved tensors and the state of random numbers.
+    """
+    if kind.left_to_library or _library() is None:
+        return
+    note, program = kind.note, kind.program
+    backward = note.backward.only_family
+    if backward is None or not isinstance(program, Program) or program.native is None:
+        return
+    there = [True] * (1 + note.saved + 4 * sum(left is not None for left in note.left))
+    if program.none is not None:
+        there = [not none for none in program.none]
+    saved, parts = there[1 : 1 + note.saved], iter(there[1 + note.saved :])
+    lefts = tuple([None if left is None else (*left, [next(parts) for _ in range(4)]) for left in note.left])
+    number = next(_numbers)
+    _known[number] = _Known(lefts, saved, random, gradients)
+    native_step.operator("learn")(program.native.number, cuda, number, backward.number, sum(saved), needs)
+    kind.left_to_library = True
+
+
+def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:
+    """Run a backward that the step library does not: the gradients that are asked for."""
+    known, tensors = _known[number], iter(given)
+    grad = next(tensors)
+    saved = [next(tensors) if there else None for there in known.saved]
+    made = known.gradients(grad, saved, next(tensors) if known.random else None)
+    return [t for t in made if t is not None]
+
+
+@cache
+def _library() -> Any:
+    """Return the step library's forward; None where the library is not there."""
+    if native_step.why_not() is not None:
+        return None
+    if not _implementation:
+        _implementation.append(torch.library.Library("aoquant_step", "IMPL"))
+        _implementation[0].impl("gradients", _gradients, "CompositeImplicitAutograd")
+    return native_step.operator("forward")
+
+
+_implementation: list[torch.library.Library] = []  # an operator goes with the `Library` that made it
+
+
+def _call(
+    x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any, rows: Encoded | None, columns: Any
+) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    """Return (the tensors of a call, all else about it). rows, columns: the codes that another layer left."""
+    packed = given.packed
+    arguments = [x, w, bias, *(packed or _NOTHING)[:4], *(rows or _NOTHING)[:4], *(columns or _NOTHING)[:4]]
+    widths = [None if e is None else e.k for e in (packed, rows, columns)]
+    shared = given.rows is not None, given.columns is not None
+    return arguments, (given.recipe, tuple(needs), given.rank, *shared, *widths, router.generation())
+
+
+def forward(
+    multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
+) -> tuple[Tensor, Sequence[Tensor | None], Layout, repeat.Kind | None]:
+    """Return (y, the tensors that backward reads, their layout, the kind if it is repeated) of a call of `multiply`."""
+    rows, columns, layer = given.rows, given.columns, given.layer
+    of_rows = None if rows is None else rows.take(layer)
+    of_columns = None if columns is None else columns.take(layer)
+    arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
     made: Any
     made, known = _forwards.repeated(arguments, *how)
     kind = known or repeat.Kind()
@@ -81,7 +198,7 @@ def forward(
         if left is not None:
             codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
-    return made[0], made[1 : 1 + note.saved], note.layout, None if known is None else note.backward
+    return made[0], made[1 : 1 + note.saved], note.layout, known
 
 
 def _flat_forward(

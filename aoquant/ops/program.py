@@ -67,13 +67,16 @@ class Step(NamedTuple):
 
 
 class Program:
-    """Repeat the steps of a function on tensors, of which some may be None; those were None when it was recorded."""
+    """Repeat the steps of a function on tensors, of which some may be None; those were None when it was recorded.
 
-    __slots__ = ("__weakref__", "_none", "_results", "_slots", "_steps", "native")
+    none: which of its results are None; None where none is.
+    """
+
+    __slots__ = ("__weakref__", "_results", "_slots", "_steps", "native", "none")
 
     def __init__(self, steps: list[Step], slots: list[Any], results: list[int], count: int) -> None:
         self._steps, self._slots, self._results = steps, slots[count:], results
-        self._none = [place < 0 for place in results] if -1 in results else None
+        self.none = [place < 0 for place in results] if -1 in results else None
         given = [slot for slot, t in enumerate(slots[:count]) if t is not None]
         constants = {slot: t for slot, t in enumerate(slots) if t is not None and slot >= count}
         words = [step.words for step in steps if step.words != []]
@@ -96,10 +99,10 @@ class Program:
 
     def whole(self, made: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the results, of which a library makes those that are not None."""
-        if self._none is None:
+        if self.none is None:
             return made
         there = iter(made)
-        return [None if none else next(there) for none in self._none]
+        return [None if none else next(there) for none in self.none]
 
     def _one_by_one(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the steps in Python."""

@@ -38,13 +38,15 @@ class Kind:
     """Hold what is known of calls that are alike.
 
     program: NEW, there was no call; ONCE, one; NEVER, it cannot be recorded. note: what the caller keeps beside it.
+    left_to_library: whether the caller has told a library all of it.
     """
 
-    __slots__ = ("note", "program")
+    __slots__ = ("left_to_library", "note", "program")
 
     def __init__(self) -> None:
         self.program: Any = NEW
         self.note: Any = None
+        self.left_to_library = False
 
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None]
@@ -68,7 +70,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self.kinds: dict[Any, Kind] = {}
-        self._families: dict[Any, _Family] = {}
+        self._families: dict[Any, Family] = {}
 
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None], *how: Any
@@ -85,17 +87,10 @@ class Repeats:
         """Return the results of a call, and its kind: results are None where the kind has no program, both where the
         call is not ordinary, or its kind is one too many.
         """
-        first: Any = arguments[0]
-        if first.get_device() < FIRST_DEVICE or unusual(first):
+        ordinary = ordinary_call(arguments)
+        if ordinary is None:
             return None, None
-        there, missing = list[Tensor](), 0
-        for i, t in enumerate(arguments):
-            if t is None:
-                missing += 1 << i
-            elif type(t) in PLAIN:
-                there.append(t)
-            else:  # hooks of saved tensors may change anything
-                return None, None
+        there, missing = ordinary
         but_layouts = how, missing
         family = self._families.get(but_layouts)
         if family is not None:
@@ -107,9 +102,18 @@ class Repeats:
             return None, kind
         if kind.program.native is not None:
             if family is None:
-                family = self._families.setdefault(but_layouts, _Family(kind.program.native.operator))
+                family = self._families.setdefault(but_layouts, Family(kind.program.native.operator))
             family.bind(kind, there)
         return kind.program(arguments), kind
+
+    def family(self, missing: int, *how: Any) -> Family | None:
+        """Return the kinds that a library finds of calls without the arguments of `missing`'s bits."""
+        return self._families.get((how, missing))
+
+    @property
+    def only_family(self) -> Family | None:
+        """Return the one family that there is; None where there is none, or another."""
+        return next(iter(self._families.values())) if len(self._families) == 1 else None
 
     def _kind(self, there: Sequence[Tensor], but_layouts: Any) -> Kind | None:
         """Return the kind of a call; None where programs may not read its tensors, or for one too many."""
@@ -129,18 +133,18 @@ class Repeats:
         return found
 
 
-class _Family:
+class Family:
     """Hold kinds that a library knows, and that differ in the layouts of their tensors alone."""
 
     def __init__(self, operator: Callable[[str], Callable[..., Any]]) -> None:
-        self._number, self._kinds = next(_numbers), dict[int, Kind]()
+        self.number, self._kinds = next(_numbers), dict[int, Kind]()
         self._run, self._bind = operator("family_run"), operator("family_bind")
-        weakref.finalize(self, operator("family_forget"), self._number)
+        weakref.finalize(self, operator("family_forget"), self.number)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor | None] | None, Kind | None]:
         """Return the results of a call, and its kind; None for both where the library has no program, or it fails."""
         try:
-            made, number = self._run(self._number, tensors)
+            made, number = self._run(self.number, tensors)
         except RuntimeError:  # the call's own error comes from its steps, one by one
             return None, None
         kind = self._kinds.get(number)
@@ -151,10 +155,28 @@ class _Family:
         number = kind.program.native.number
         if number not in self._kinds:
             self._kinds[number] = kind
-            self._bind(self._number, number, tensors)
+            self._bind(self.number, number, tensors)
 
 
 _numbers = count(1)
+
+
+def ordinary_call(arguments: Sequence[Tensor | None]) -> tuple[list[Tensor], int] | None:
+    """Return (the arguments that are there, of which the first is, a bit for each that is not); None for a call that is
+    not ordinary.
+    """
+    first: Any = arguments[0]
+    if first.get_device() < FIRST_DEVICE or unusual(first):
+        return None
+    there, missing = list[Tensor](), 0
+    for i, t in enumerate(arguments):
+        if t is None:
+            missing += 1 << i
+        elif type(t) in PLAIN:
+            there.append(t)
+        else:  # hooks of saved tensors may change anything
+            return None
+    return there, missing
 
 
 def unusual(t: Tensor) -> bool:

@@ -133,6 +133,7 @@ _backends: list[Backend] = []
 _open_blocks = 0  # of `backend`, in all threads
 any_open = False  # whether there is one: compiled code that calls an operator by itself guards on it, so it is no count
 _opening = threading.Lock()
+_watchers: list[Callable[[int], None]] = []  # of how many blocks are open
 _generation = 0  # how often the list has changed
 # what a process can run does not change while it runs, so the backend of a request is found once
 _routes: dict[tuple[Any, ...], Any] = {}
@@ -199,6 +200,15 @@ def _opened(blocks: int) -> None:
     with _opening:
         _open_blocks += blocks
         any_open = _open_blocks > 0
+        for watcher in _watchers:
+            watcher(blocks)
+
+
+def watch(watcher: Callable[[int], None]) -> None:
+    """Tell `watcher` by how many the open blocks of `backend`, in all threads, become more: once now, if some are."""
+    with _opening:
+        _watchers.append(watcher)
+        watcher(_open_blocks)
 
 
 def forced(role: str) -> tuple[str | None, bool]:

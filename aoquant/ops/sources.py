@@ -18,11 +18,12 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 PARTS = {
     "_native": ("*.cu", "*.cuh", "*.h", "builder.py"),
     "_native_cpu": ("cpu/*.cpp", "cpu/*.h", "*.h", "cpu_builder.py"),
+    "_native_step": ("step/*.cpp", "step_builder.py"),
 }
 
 
 def symbol(library: str) -> str | None:
-    """The symbol in a library ("_native" or "_native_cpu") that is built from the sources at hand; None without any."""
+    """The symbol in a library, one of `PARTS`, that is built from the sources at hand; None without any."""
     if not (CSRC / "cpu_builder.py").exists():
         return None
     digest = hashlib.sha256()
@@ -34,7 +35,14 @@ def symbol(library: str) -> str | None:
 def others(library: Path) -> bool:
     """Return whether the library in this file was built from other sources than those at hand."""
     wanted = symbol(library.stem)
-    if wanted is None or not library.stat().st_size:  # an empty file cannot be mapped, nor loaded
+    if wanted is None or not library.stat().st_size:  # an empty file does not load
+        return False
+    return not holds(library, wanted)
+
+
+def holds(library: Path, text: str) -> bool:
+    """Return whether the library in this file holds a text; it is read, not loaded."""
+    if not library.stat().st_size:  # an empty file cannot be mapped
         return False
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(wanted.encode()) < 0
+        return content.find(text.encode()) >= 0

@@ -190,6 +190,8 @@ std::vector<Tensor> run_here(const program::Program& found, const std::vector<Te
 
 std::vector<Tensor> run_program(int64_t number, std::vector<Tensor> arguments) { return run_here(*program::find(number, arguments), arguments); }
 
+int64_t find_in_family(int64_t family, std::vector<Tensor> arguments) { return program::bound(family, arguments).second; }
+
 std::tuple<std::vector<Tensor>, int64_t> run_family(int64_t family, std::vector<Tensor> arguments) {
   auto [found, number] = program::bound(family, arguments);
   if (found == nullptr) return {std::vector<Tensor>(), number};
@@ -204,6 +206,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
   m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
   m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
   m.def("family_forget(int family) -> ()");
+  m.def("family_find(int family, Tensor[] arguments) -> int");
   m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
   m.def("level() -> int");
   m.def("decode_mm(Tensor x, Tensor codes, Tensor? scale, Tensor? zero, Tensor? alpha_x, Tensor? alpha_w, Tensor? bias, int kind, int group) -> Tensor");
@@ -219,6 +222,7 @@ STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CompositeExplicitAutograd, m) {
   m.impl("program_run", TORCH_BOX(&run_program));
   m.impl("family_bind", TORCH_BOX(&program::bind));
   m.impl("family_forget", TORCH_BOX(&program::forget_family));
+  m.impl("family_find", TORCH_BOX(&find_in_family));
   m.impl("family_run", TORCH_BOX(&run_family));
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CPU, m) {

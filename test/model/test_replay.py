@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bytes
-from support.cpu_library import with_library
+from support.cpu_library import with_library, with_step_library
 from support.linear_cases import counting
 from support.meters import saved
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from aoquant import QATConfig, calibrate, ops, quantize_
 from aoquant.calibrate import uncalibrated
 from aoquant.linear import function, replay
-from aoquant.ops import program, repeat
+from aoquant.ops import native_cpu, native_step, program, repeat
 from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,12 +44,13 @@ Run = Callable[[Layers, int], list[Tensor | None]]
 
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Repeat calls on CPUs, too, by csrc's library where it can be built."""
+    """Repeat calls on CPUs, too, by csrc's libraries where they can be built."""
     monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
     monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
     with ExitStack() as library:
         with suppress(pytest.skip.Exception):
             library.enter_context(contextmanager(with_library)())
+            library.enter_context(contextmanager(with_step_library)())
         yield
 
 
@@ -101,17 +103,26 @@ def called(call: Call, *shape: int) -> Run:
     return lambda layers, i: step(layers, tokens(layers, i, *shape), call)
 
 
-def on_the_page(run: Run, layers: Layers, steps: int) -> list[Any]:
-    """Return what the steps of `run` give without this file's subject."""
+@contextmanager
+def on_the_page_alone() -> Iterator[None]:
+    """Repeat nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeat, "FIRST_DEVICE", 1 << 10)
+        yield
+
+
+def on_the_page(run: Run, layers: Layers, steps: int) -> list[Any]:
+    """Return what the steps of `run` give without this file's subject."""
+    with on_the_page_alone():
         return [run(layers, i) for i in range(steps)]
 
 
 def check(run: Run, layers: Layers, pages: Counter[str], *, kinds: int = 1, repeated: bool = True) -> None:
-    """Compare four steps of each kind with the page's, bit for bit; from the third on they are to be repeated."""
-    want = on_the_page(run, copy.deepcopy(layers), 4 * kinds)
-    for i in range(4 * kinds):
+    """Compare six steps of each kind with the page's, bit for bit. From the third on they are to be repeated, and from
+    the fifth on by the step library.
+    """
+    want = on_the_page(run, copy.deepcopy(layers), 6 * kinds)
+    for i in range(6 * kinds):
         if i == 2 * kinds:
             pages.clear()
         got = run(layers, i)
@@ -186,6 +197,31 @@ def test_on_a_gpu_csrc_runs_the_programs(recipe: str) -> None:
     kinds = [*replay._forwards.kinds.values()]
     kinds += [backward for kind in kinds for backward in kind.note.backward.kinds.values()]
     assert len(kinds) == 3 and all(kind.program.native is not None for kind in kinds)
+
+
+@pytest.mark.parametrize("recipe", ["int4-g128", "nvfp4", "fp8-hybrid"])
+def test_the_step_librarys_node_asks_the_page_for_an_unusual_backward(
+    recipe: str, device: torch.device, pages: Counter[str]
+) -> None:
+    if native_step.why_not() or (device.type == "cpu" and (recipe != "int4-g128" or native_cpu.why_not())):
+        pytest.skip("no library has these programs here")
+    layers = prepared(recipe, device, n=1)
+    forced = partial(ops.backend, "reference")
+    unusual = [nullcontext, forced, partial(FlopCounterMode, display=False), partial(torch.autocast, device.type, BF16)]
+    for i in range(9):
+        within = unusual[max(i - 5, 0)]
+        h, grads = tokens(layers, i).requires_grad_(), list[Any]()
+        for on_page in (True, False):
+            with on_the_page_alone() if on_page else nullcontext():
+                h.grad = None
+                layers.zero_grad()
+                y = layers[0](h)
+                assert isinstance(y.grad_fn, BackwardCFunction) is (on_page or i < 4)
+                pages.clear()
+                with within():
+                    y.backward(wave(y.detach()))
+            grads.append([h.grad, *(p.grad for p in layers.parameters())])
+        assert all(map(same_bytes, *grads)) and pages["_gradients"] == (i < 2 or i > 5), i
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
@@ -371,7 +407,7 @@ def test_more_kinds_of_calls_than_are_recorded(pages: Counter[str], monkeypatch:
     for rows in (9, 2, 3, 4, 5, 9, 3):
         pages.clear()
         check(called(plain, rows), layers, pages, repeated=rows not in (4, 5))
-        assert len(replay._forwards.kinds) <= 3 and (pages["multiply"] == 2) is (rows in (4, 5))
+        assert len(replay._forwards.kinds) <= 3 and (pages["multiply"] == 4) is (rows in (4, 5))
 
     def wide(layers: Layers, i: int) -> list[Tensor | None]:
         return step(layers, tokens(layers, 0, 9), grad=lambda y: wave(y.new_ones(9, 200 + 8 * i))[:, :128])

@@ -1,4 +1,5 @@
-"""The CPU kernels for a test: those beside aoquant, or a build of the sources at hand, made once for all tests.
+"""The CPU kernels and the step library for a test: those beside aoquant, or a build of the sources at hand, made once
+for all tests.
 
 A checkout that was installed without them (pip isolates its builds from torch) has a C++ compiler all the same.
 """
@@ -9,28 +10,32 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from aoquant.ops import native_cpu, router, sources
+from aoquant.linear import replay
+from aoquant.ops import native_cpu, native_step, router, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 import cpu_builder  # noqa: E402
+import step_builder  # noqa: E402
 
 
-def built() -> Path:
-    """The library: aoquant's own if it is there and of these sources, else one in build/, named by them and torch."""
+def built(library: ModuleType = native_cpu, builder: ModuleType = cpu_builder) -> Path:
+    """Return aoquant's own if it is there, of these sources and this torch, else one in build/, named by them."""
     sanitized = os.environ.get("AOQUANT_SANITIZE", "0")
-    if sanitized == "0" and native_cpu.LIBRARY.exists() and not sources.others(native_cpu.LIBRARY):
-        return native_cpu.LIBRARY
+    if sanitized == "0" and library.LIBRARY.exists() and library.why_not() is None:
+        return library.LIBRARY
     if (reason := cpu_builder.why_not(torch, cpu_builder.find_compiler())) is not None:
         pytest.skip(reason)
-    target = ROOT / "build" / f"{sources.symbol('_native_cpu')}-torch{torch.__version__}-{sanitized}" / "_native_cpu.so"
+    name = library.LIBRARY.stem
+    target = ROOT / "build" / f"{sources.symbol(name)}-torch{torch.__version__}-{sanitized}" / f"{name}.so"
     if not target.exists():
         mine = target.parent / str(os.getpid())  # workers may build at the same time
-        cpu_builder.build(torch, mine / target.name, mine)
+        builder.build(torch, mine / target.name, mine)
         os.replace(mine / target.name, target)
     return target
 
@@ -45,3 +50,15 @@ def with_library() -> Iterator[Path]:
     yield library
     native_cpu.LIBRARY = before
     router._routes.clear()
+
+
+def with_step_library() -> Iterator[Path]:
+    """Run what follows with the step library."""
+    before, library = native_step.LIBRARY, built(native_step, step_builder)
+    native_step.LIBRARY = library
+    replay._library.cache_clear()
+    if (reason := native_step.why_not()) is not None:
+        pytest.skip(reason)
+    yield library
+    native_step.LIBRARY = before
+    replay._library.cache_clear()

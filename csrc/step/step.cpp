@@ -1,0 +1,187 @@
+// A repeated layer's node of autograd: its forward and its backward run recorded programs (program.h) without Python.
+//
+// aoquant/linear/replay.py asks for a forward and says what a kind of forwards leaves for backward. What is not ordinary,
+// or not known, goes back to Python. torch's stable ABI knows no autograd, so this library serves the torch alone that it
+// was built with.
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+// native_step.py looks for this text, before it loads the library.
+extern "C" __attribute__((used, visibility("default"))) const char aoquant_step_torch[] = "aoquant step for torch " AOQUANT_TORCH;
+
+namespace aoquant::step {
+namespace {
+
+using at::Tensor;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using Tensors = std::vector<Tensor>;
+
+// What a kind of forwards leaves for backward. number: Python's, of what runs backwards that are not ordinary. family: of
+// the backward's programs. saved: tensors that it reads, beside the gradient and the random state. asked: for which of
+// x, w and bias it makes a gradient.
+struct Kind {
+  int64_t number, family, saved;
+  std::vector<bool> asked;
+};
+
+std::mutex mutex;
+std::unordered_map<int64_t, std::shared_ptr<const Kind>> kinds;  // by the number of a forward's program and its library
+std::atomic<int64_t> paused = 0;                                  // blocks that choose kernels, in all threads
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// The operators of the library that has a device's programs.
+struct Library {
+  c10::TypedOperatorHandle<int64_t(int64_t, at::TensorList)> find;
+  c10::TypedOperatorHandle<Tensors(int64_t, at::TensorList)> run;
+
+  static const Library& of(const Tensor& t) {
+    if (t.is_cuda()) {
+      static const Library cuda{op<int64_t(int64_t, at::TensorList)>("aoquant_native::family_find"), op<Tensors(int64_t, at::TensorList)>("aoquant_native::program_run")};
+      return cuda;
+    }
+    static const Library cpu{op<int64_t(int64_t, at::TensorList)>("aoquant_cpu::family_find"), op<Tensors(int64_t, at::TensorList)>("aoquant_cpu::program_run")};
+    return cpu;
+  }
+};
+
+int64_t key(int64_t program, bool cuda) { return 2 * program + cuda; }
+
+// Whether programs may read these tensors: nothing watches operators, chooses kernels or stands for a tensor.
+bool ordinary(const Tensors& tensors) {
+  constexpr c10::DispatchKeySet strange({c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+                                         c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Sparse, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  if (paused != 0 || c10::impl::dispatch_mode_enabled() || at::impl::torch_function_mode_enabled()) return false;
+  if (at::autocast::is_autocast_enabled(tensors[0].device().type())) return false;
+  for (const Tensor& t : tensors)
+    if (t.key_set().has_any(strange)) return false;
+  return true;
+}
+
+// torch 2.13 counts nodes by intrusive pointers, earlier ones by shared ones.
+template <typename T>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<T>();
+  } else {
+    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+  }
+}
+
+struct QuantizedLinearBackward : Node {
+  std::shared_ptr<const Kind> kind;
+  std::vector<torch::autograd::SavedVariable> saved;
+  Tensor random;  // not saved: the calls of a step advance one state, in place
+  bool released = false;
+
+  std::string name() const override { return "QuantizedLinearBackward"; }
+
+  void release_variables() override {
+    std::lock_guard lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+    released = true;
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    std::lock_guard lock(mutex_);
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    Tensors given{gradients[0].defined() ? std::move(gradients[0]) : input_metadata(0).zeros_like()};
+    for (const auto& variable : saved) given.push_back(variable.unpack(getptr()));
+    if (random.defined()) given.push_back(random);
+    Tensors made = gradients_of(given);
+    if (random.defined()) random.slice(0, 2).add_(1);  // the step
+    variable_list found(kind->asked.size());
+    TORCH_CHECK(int64_t(made.size()) == std::count(kind->asked.begin(), kind->asked.end(), true), "a backward makes ", made.size(), " gradients");
+    for (size_t i = 0, next = 0; i < found.size(); ++i)
+      if (kind->asked[i]) found[i] = std::move(made[next++]);
+    return found;
+  }
+
+ private:
+  Tensors gradients_of(const Tensors& given) const {
+    static const auto python = op<Tensors(int64_t, at::TensorList)>("aoquant_step::gradients");
+    if (!at::GradMode::is_enabled() && ordinary(given)) {
+      const Library& library = Library::of(given[0]);
+      if (int64_t program = library.find.call(kind->family, given); program >= 0) return library.run.call(program, given);
+    }
+    return python.call(kind->number, given);
+  }
+};
+
+// Results of a forward of `family` that autograd does not keep, y first, with y's node, and Python's number of its kind;
+// nothing and -1 where the call is not known. given: x, w, bias where there is one, and what else forward reads. needs:
+// whether x, w and bias want their gradients.
+std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, at::IntArrayRef needs, const std::optional<Tensor>& random) {
+  const Library& library = Library::of(given[0]);
+  const int64_t program = library.find.call(family, given);
+  std::shared_ptr<const Kind> kind;
+  {
+    std::lock_guard lock(mutex);
+    if (auto found = kinds.find(key(program, given[0].is_cuda())); program >= 0 && found != kinds.end()) kind = found->second;
+  }
+  if (kind == nullptr) return {Tensors(), -1};
+  Tensors made;
+  {
+    at::NoGradGuard no_grad;
+    made = library.run.call(program, given);
+  }
+  TORCH_CHECK(int64_t(made.size()) > kind->saved, "a forward makes ", made.size(), " tensors and saves ", kind->saved);
+  auto node = make_node<QuantizedLinearBackward>();
+  torch::autograd::edge_list edges;
+  const Tensor* inputs[] = {&given[0], &given[1], bias ? &*bias : nullptr};
+  for (size_t i = 0; i < 3; ++i)
+    edges.push_back(needs[i] ? torch::autograd::impl::gradient_edge(*inputs[i]) : torch::autograd::Edge());
+  node->set_next_edges(std::move(edges));
+  node->kind = kind;
+  for (int64_t i = 0; i < kind->saved; ++i) node->saved.emplace_back(made[1 + i], false);
+  if (random) node->random = *random;
+  torch::autograd::set_history(made[0], node);
+  made.erase(made.begin() + 1, made.begin() + 1 + kind->saved);
+  return {std::move(made), kind->number};
+}
+
+// Lets forwards by this program of a device's library leave their backward to a node.
+void learn(int64_t program, bool cuda, int64_t number, int64_t family, int64_t saved, at::IntArrayRef asked) {
+  auto made = std::make_shared<const Kind>(Kind{number, family, saved, std::vector<bool>(asked.begin(), asked.end())});
+  std::lock_guard lock(mutex);
+  kinds.insert_or_assign(key(program, cuda), std::move(made));
+}
+
+void pause(int64_t blocks) { paused += blocks; }
+
+}  // namespace
+
+TORCH_LIBRARY(aoquant_step, m) {
+  m.def("forward(int family, Tensor[] given, Tensor? bias, int[] needs, Tensor? random) -> (Tensor[], int)");
+  m.def("learn(int program, bool cuda, int number, int family, int saved, int[] asked) -> ()");
+  m.def("pause(int blocks) -> ()");
+  m.def("gradients(int number, Tensor[] given) -> Tensor[]");  // Python's
+}
+TORCH_LIBRARY_IMPL(aoquant_step, CompositeImplicitAutograd, m) {
+  m.impl("forward", &forward);
+  m.impl("learn", &learn);
+  m.impl("pause", &pause);
+}
+
+}  // namespace aoquant::step

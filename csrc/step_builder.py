@@ -1,0 +1,50 @@
+"""How csrc/step becomes a shared library, and why it sometimes does not.
+
+A C++ compiler and torch's headers are all it takes. Unlike its neighbours the library is written against torch's C++
+interface, since the stable ABI has no autograd; so it holds the version of the torch that it was built with, and no
+other loads it. Building is an offer, never a condition. AOQUANT_BUILD_CSRC=0 leaves it out too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from builder import source_symbol
+from cpu_builder import find_compiler, why_not
+
+FOLDER = Path(__file__).resolve().parent / "step"
+MODULE = "aoquant.ops._native_step"  # a library beside aoquant/ops/native_step.py, which loads it
+
+
+def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> list[list[str]]:
+    """Return what compiles the library, and what links it."""
+    root, made = Path(torch.__file__).parent, str(scratch / "step.o")
+    include = root / "include"
+    compiled = [
+        compiler, "-c", str(FOLDER / "step.cpp"), "-o", made, "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden",
+        "-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"),
+        f'-DAOQUANT_TORCH="{torch.__version__}"', f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-ffile-prefix-map={FOLDER.parent}=csrc",
+    ]  # fmt: skip
+    libraries = ("-ltorch_cpu", "-lc10")
+    linked = [compiler, "-shared", f"-Wl,{source_symbol('_native_step')}", "-o", str(target), made]
+    return [compiled, [*linked, f"-L{root / 'lib'}", *libraries]]
+
+
+def build(torch: Any, target: Path, scratch: Path) -> None:
+    """Compile and link the library `target`.
+
+    Raises:
+        SystemExit: the compiler is missing, or failed.
+    """
+    compiler = find_compiler()
+    if reason := why_not(torch, compiler):
+        raise SystemExit(f"aoquant: the step library cannot be built: {reason}")
+    assert compiler is not None
+    scratch.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"aoquant: building the step library for torch {torch.__version__} with {compiler}", flush=True)
+    if any(subprocess.run(command, check=False).returncode for command in commands(torch, compiler, target, scratch)):
+        raise SystemExit(f"aoquant: {compiler} failed on the step library; AOQUANT_BUILD_CSRC=0 leaves all kernels out")
