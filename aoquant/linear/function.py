@@ -135,6 +135,7 @@ class Frame(NamedTuple):
     packed_fqn: str
 
 
+NOTHING_BESIDE = (None,) * 5
 NO_GRADIENT = Needs(False, False, False, False, False)
 
 
@@ -209,14 +210,20 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, x_held.zero, x_held.outer, x_held.transform)
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
-    shared = rows, columns, 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
-    given = Given(recipe.key, packed, x_held, w_held, random, *shared, fixed, delayed, parts, rank)
-    if not tracing and leaf is weight is not None and x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
-        y, given = replay.step(x, weight, bias, given)
+    layer = 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
+    if (
+        leaf is weight is not None
+        and x.get_device() >= repeat.FIRST_DEVICE
+        and not tracing
+        and (x_held, w_held, fixed, delayed, parts) == NOTHING_BESIDE
+        and x.numel() > 0
+    ):
+        y, rows, columns = replay.step(x, weight, bias, random, rows, columns, layer, recipe.key, rank)
         if y is not None:
             if unread:
                 note_run(weight)
             return y
+    given = Given(recipe.key, packed, x_held, w_held, random, rows, columns, layer, fixed, delayed, parts, rank)
     return _applied(x, weight, bias, x_scale, w_scale, given, master)
 
 
@@ -286,7 +293,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.repeats = None if kind is None else kind.note.backward
         if kind is not None and not kind.left_to_library and w is not None:
             backward = functools.partial(_repeated, frame._replace(random=None), ctx.repeats)
-            replay.learn(kind, x.is_cuda, needs[:3], given.random is not None, backward)
+            replay.learn(kind, x, w, bias, given, needs, backward)
         return y
 
     @staticmethod

@@ -13,7 +13,7 @@ weight, or where its weight is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -72,11 +72,12 @@ _forwards = repeat.Repeats()
 class _Known(NamedTuple):
     """Hold what Python reads of a call that the step library ran.
 
-    left: (K, whether autograd keeps them, which of its four tensors there are) of the codes of rows and of columns.
+    left: (K, whether autograd keeps them, which of its four tensors there are) of the codes of rows and of columns that
+        are left for other layers; None where none are.
     saved: which tensors that backward reads there are. random: whether it draws. gradients: runs an unusual backward.
     """
 
-    left: tuple[tuple[int, bool, list[bool]] | None, ...]
+    left: tuple[tuple[int, bool, list[bool]] | None, ...] | None
     saved: list[bool]
     random: bool
     gradients: Gradients
@@ -86,50 +87,83 @@ _known: dict[int, _Known] = {}  # by a number that the library holds
 _numbers = count(1)
 
 
-def step(x: Tensor, w: Tensor, bias: Tensor | None, given: Any) -> tuple[Tensor | None, Any]:
-    """Return (y with its node, or None where the step library does not know the call; `given`, where what is shared is
-    taken).
+def step(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    random: Tensor | None,
+    rows: InputCodes | None,
+    columns: InputCodes | None,
+    layer: int,
+    *how: Any,
+) -> tuple[Tensor | None, Any, Any]:
+    """Return (y with its node; None where the step library does not know the call; then what stands for rows and for
+    columns, of which the shared codes are taken).
+
+    how: the recipe's key, and the layer's rank.
     """
     forward_of_library = _library()
-    needs = x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad, False, False
-    if forward_of_library is None or True not in needs:
-        return None, given
-    rows, columns, layer = given.rows, given.columns, given.layer
+    if forward_of_library is None or repeat.unusual(x):
+        return None, rows, columns
     of_rows = None if rows is None else rows.take(layer)
     of_columns = None if columns is None else columns.take(layer)
-    arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
-    if (ordinary := repeat.ordinary_call(arguments)) is not None:
-        given_tensors, missing = ordinary
-        family = _forwards.family(missing, *how)
-        if family is not None:
-            try:
-                made, number = forward_of_library(family.number, given_tensors, bias, needs, given.random)
-            except RuntimeError:  # the call's own error comes from its steps, one by one
-                number = -1
-            if number >= 0:
-                tensors = iter(made)
-                y = next(tensors)
-                for codes, left in zip((rows, columns), _known[number].left, strict=True):
-                    if left is not None:
-                        k, kept, parts = left
-                        four: list[Any] = [next(tensors) if there else None for there in parts]
-                        codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
-                return y, given
-    stands = [None if codes is None else _Shared(f, codes) for codes, f in ((rows, of_rows), (columns, of_columns))]
-    return None, given._replace(rows=stands[0], columns=stands[1])
+    needs = x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad
+    family = _forwards.told.get(_brief(bias, needs, rows, columns, of_rows, of_columns, how))
+    if family is not None and (bias is None or type(bias) in repeat.PLAIN):
+        given = [x, w] if bias is None else [x, w, bias]
+        for codes in (of_rows, of_columns):
+            if codes is not None:
+                given += [t for t in codes[:4] if t is not None]
+        try:
+            made, number = forward_of_library(family.number, given, bias, random)
+        except RuntimeError:  # the call's own error comes from its steps, one by one
+            number = -1
+        if number >= 0:
+            left_by_call = _known[number].left
+            if left_by_call is not None:
+                _leave((rows, columns), left_by_call, iter(made[1:]), layer)
+            return made[0], rows, columns
+    return (
+        None,
+        rows and _Shared(of_rows, rows),
+        columns and _Shared(of_columns, columns),
+    )
 
 
-def learn(kind: repeat.Kind, cuda: bool, needs: Sequence[bool], random: bool, gradients: Gradients) -> None:
+def _brief(bias: Any, needs: Any, rows: Any, columns: Any, of_rows: Any, of_columns: Any, how: Any) -> tuple[Any, ...]:
+    """Return what tells families apart."""
+    found = None if of_rows is None is of_columns else (_shape(of_rows), _shape(of_columns))
+    return bias is None, *needs, rows is None, columns is None, found, how, router.generation()
+
+
+def _shape(codes: Encoded | None) -> Any:
+    return codes and (codes.k, *[t is None for t in codes[1:4]])
+
+
+def _leave(shared: Any, lefts: Any, tensors: Iterator[Tensor], layer: int) -> None:
+    """Leave the codes that a call made to other layers."""
+    for codes, left in zip(shared, lefts, strict=True):
+        if left is not None:
+            k, kept, parts = left
+            four: list[Any] = [next(tensors) if there else None for there in parts]
+            codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
+
+
+def learn(
+    kind: repeat.Kind, x: Tensor, w: Tensor, bias: Tensor | None, given: Any, needs: Any, gradients: Gradients
+) -> None:
     """Let the step library run such calls and their backwards from now on, once both are programs of csrc's.
 
-    cuda: whether on a GPU. needs: whether x, w and bias want their gradients. random: whether backward draws.
     gradients: the backward, of the gradient, the saved tensors and the state of random numbers.
     """
     if kind.left_to_library or _library() is None:
         return
     note, program = kind.note, kind.program
-    backward = note.backward.only_family
-    if backward is None or not isinstance(program, Program) or program.native is None:
+    of_rows, of_columns = [None if codes is None else codes.found for codes in (given.rows, given.columns)]
+    arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
+    missing = sum(1 << i for i, t in enumerate(arguments) if t is None)
+    family, backward = _forwards.family(missing, *how), note.backward.only_family
+    if family is None or backward is None or not isinstance(program, Program) or program.native is None:
         return
     there = [True] * (1 + note.saved + 4 * sum(left is not None for left in note.left))
     if program.none is not None:
@@ -137,8 +171,11 @@ def learn(kind: repeat.Kind, cuda: bool, needs: Sequence[bool], random: bool, gr
     saved, parts = there[1 : 1 + note.saved], iter(there[1 + note.saved :])
     lefts = tuple([None if left is None else (*left, [next(parts) for _ in range(4)]) for left in note.left])
     number = next(_numbers)
-    _known[number] = _Known(lefts, saved, random, gradients)
-    native_step.operator("learn")(program.native.number, cuda, number, backward.number, sum(saved), needs)
+    _known[number] = _Known(lefts if any(lefts) else None, saved, given.random is not None, gradients)
+    asked = sum(1 << i for i, need in enumerate(needs[:3]) if need)
+    native_step.operator("learn")(program.native.number, x.is_cuda, number, backward.number, sum(saved), asked)
+    rest = given.rows, given.columns, of_rows, of_columns, (given.recipe, given.rank)
+    _forwards.told[_brief(bias, tuple(needs[:3]), *rest)] = family
     kind.left_to_library = True
 
 

@@ -64,6 +64,8 @@ class Kind:
 class Repeats:
     """Hold the kinds of a function's calls.
 
+    told: families that the caller has told a library all of, by what the caller tells them apart.
+
     `how` says all about a call but its tensors, and can be hashed; the first argument is a tensor. Where csrc's library
     knows a kind, it finds it by itself.
     """
@@ -71,6 +73,7 @@ class Repeats:
     def __init__(self) -> None:
         self.kinds: dict[Any, Kind] = {}
         self._families: dict[Any, Family] = {}
+        self.told: dict[Any, Family] = {}
 
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None], *how: Any

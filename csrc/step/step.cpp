@@ -35,12 +35,13 @@ using torch::autograd::variable_list;
 using Tensors = std::vector<Tensor>;
 
 // What a kind of forwards leaves for backward. number: Python's, of what runs backwards that are not ordinary. family: of
-// the backward's programs. saved: tensors that it reads, beside the gradient and the random state. asked: for which of
-// x, w and bias it makes a gradient.
+// the backward's programs. saved: tensors that it reads, beside the gradient and the random state. asked: a bit
+// for each of x, w and bias, whether backward makes its gradient.
 struct Kind {
-  int64_t number, family, saved;
-  std::vector<bool> asked;
+  int64_t number, family, saved, asked;
 };
+
+constexpr int64_t INPUTS = 3;  // x, w and bias
 
 std::mutex mutex;
 std::unordered_map<int64_t, std::shared_ptr<const Kind>> kinds;  // by the number of a forward's program and its library
@@ -111,10 +112,11 @@ struct QuantizedLinearBackward : Node {
     if (random.defined()) given.push_back(random);
     Tensors made = gradients_of(given);
     if (random.defined()) random.slice(0, 2).add_(1);  // the step
-    variable_list found(kind->asked.size());
-    TORCH_CHECK(int64_t(made.size()) == std::count(kind->asked.begin(), kind->asked.end(), true), "a backward makes ", made.size(), " gradients");
-    for (size_t i = 0, next = 0; i < found.size(); ++i)
-      if (kind->asked[i]) found[i] = std::move(made[next++]);
+    variable_list found(INPUTS);
+    size_t next = 0;
+    for (int64_t i = 0; i < INPUTS; ++i)
+      if (kind->asked >> i & 1) found[i] = made.at(next++);
+    TORCH_CHECK(next == made.size(), "a backward makes ", made.size(), " gradients, and ", next, " are asked for");
     return found;
   }
 
@@ -130,9 +132,8 @@ struct QuantizedLinearBackward : Node {
 };
 
 // Results of a forward of `family` that autograd does not keep, y first, with y's node, and Python's number of its kind;
-// nothing and -1 where the call is not known. given: x, w, bias where there is one, and what else forward reads. needs:
-// whether x, w and bias want their gradients.
-std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, at::IntArrayRef needs, const std::optional<Tensor>& random) {
+// nothing and -1 where the call is not known. given: x, w, bias where there is one, and what else forward reads.
+std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, const std::optional<Tensor>& random) {
   const Library& library = Library::of(given[0]);
   const int64_t program = library.find.call(family, given);
   std::shared_ptr<const Kind> kind;
@@ -149,9 +150,9 @@ std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::o
   TORCH_CHECK(int64_t(made.size()) > kind->saved, "a forward makes ", made.size(), " tensors and saves ", kind->saved);
   auto node = make_node<QuantizedLinearBackward>();
   torch::autograd::edge_list edges;
-  const Tensor* inputs[] = {&given[0], &given[1], bias ? &*bias : nullptr};
-  for (size_t i = 0; i < 3; ++i)
-    edges.push_back(needs[i] ? torch::autograd::impl::gradient_edge(*inputs[i]) : torch::autograd::Edge());
+  const Tensor* inputs[INPUTS] = {&given[0], &given[1], bias ? &*bias : nullptr};
+  for (int64_t i = 0; i < INPUTS; ++i)
+    edges.push_back(kind->asked >> i & 1 ? torch::autograd::impl::gradient_edge(*inputs[i]) : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
   node->kind = kind;
   for (int64_t i = 0; i < kind->saved; ++i) node->saved.emplace_back(made[1 + i], false);
@@ -162,8 +163,8 @@ std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::o
 }
 
 // Lets forwards by this program of a device's library leave their backward to a node.
-void learn(int64_t program, bool cuda, int64_t number, int64_t family, int64_t saved, at::IntArrayRef asked) {
-  auto made = std::make_shared<const Kind>(Kind{number, family, saved, std::vector<bool>(asked.begin(), asked.end())});
+void learn(int64_t program, bool cuda, int64_t number, int64_t family, int64_t saved, int64_t asked) {
+  auto made = std::make_shared<const Kind>(Kind{number, family, saved, asked});
   std::lock_guard lock(mutex);
   kinds.insert_or_assign(key(program, cuda), std::move(made));
 }
@@ -173,8 +174,8 @@ void pause(int64_t blocks) { paused += blocks; }
 }  // namespace
 
 TORCH_LIBRARY(aoquant_step, m) {
-  m.def("forward(int family, Tensor[] given, Tensor? bias, int[] needs, Tensor? random) -> (Tensor[], int)");
-  m.def("learn(int program, bool cuda, int number, int family, int saved, int[] asked) -> ()");
+  m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int)");
+  m.def("learn(int program, bool cuda, int number, int family, int saved, int asked) -> ()");
   m.def("pause(int blocks) -> ()");
   m.def("gradients(int number, Tensor[] given) -> Tensor[]");  // Python's
 }
