@@ -192,7 +192,13 @@ def quantized_linear(
             if recipe.backward_operands:
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
+    beside = x_held, w_held, fixed, delayed, parts
+    repeats = not tracing and beside == NOTHING_BESIDE and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
     if not tracing and not torch.is_grad_enabled():
+        if repeats and weight is not None:
+            y = replay.step(x, weight, bias, NO_GRADIENT[:3], None, None, None, 0, recipe.key, 0)[0]
+            if y is not None:
+                return y
         given = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
         if x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
@@ -211,14 +217,9 @@ def quantized_linear(
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
     layer = 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
-    if (
-        leaf is weight is not None
-        and x.get_device() >= repeat.FIRST_DEVICE
-        and not tracing
-        and (x_held, w_held, fixed, delayed, parts) == NOTHING_BESIDE
-        and x.numel() > 0
-    ):
-        y, rows, columns = replay.step(x, weight, bias, random, rows, columns, layer, recipe.key, rank)
+    if repeats and leaf is weight is not None:
+        needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+        y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, recipe.key, rank)
         if y is not None:
             if unread:
                 note_run(weight)

@@ -14,7 +14,7 @@ weight, or where its weight is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -91,31 +91,33 @@ def step(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    needs: tuple[bool, bool, bool],
     random: Tensor | None,
     rows: InputCodes | None,
     columns: InputCodes | None,
     layer: int,
     *how: Any,
 ) -> tuple[Tensor | None, Any, Any]:
-    """Return (y with its node; None where the step library does not know the call; then what stands for rows and for
-    columns, of which the shared codes are taken).
+    """Return (y with its node; None where no library knows the call; then what stands for rows and columns, of which
+    the shared codes are taken).
 
-    how: the recipe's key, and the layer's rank.
+    needs: whether x, w and bias want their gradients. how: the recipe's key, and the layer's rank.
     """
-    forward_of_library = _library()
-    if forward_of_library is None or repeat.unusual(x):
+    if repeat.unusual(x):
         return None, rows, columns
     of_rows = None if rows is None else rows.take(layer)
     of_columns = None if columns is None else columns.take(layer)
-    needs = x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad
     family = _forwards.told.get(_brief(bias, needs, rows, columns, of_rows, of_columns, how))
-    if family is not None and (bias is None or type(bias) in repeat.PLAIN):
+    if family is not None and type(x) in repeat.PLAIN and type(w) in repeat.PLAIN and type(bias) in _PLAIN_OR_NONE:
         given = [x, w] if bias is None else [x, w, bias]
         for codes in (of_rows, of_columns):
             if codes is not None:
                 given += [t for t in codes[:4] if t is not None]
         try:
-            made, number = forward_of_library(family.number, given, bias, random)
+            if True not in needs:
+                made, number = family.run(family.number, given)
+                return (made[0] if made else None), rows, columns
+            made, number = native_step.operator("forward")(family.number, given, bias, random)
         except RuntimeError:  # the call's own error comes from its steps, one by one
             number = -1
         if number >= 0:
@@ -123,11 +125,7 @@ def step(
             if left_by_call is not None:
                 _leave((rows, columns), left_by_call, iter(made[1:]), layer)
             return made[0], rows, columns
-    return (
-        None,
-        rows and _Shared(of_rows, rows),
-        columns and _Shared(of_columns, columns),
-    )
+    return None, rows and _Shared(of_rows, rows), columns and _Shared(of_columns, columns)
 
 
 def _brief(bias: Any, needs: Any, rows: Any, columns: Any, of_rows: Any, of_columns: Any, how: Any) -> tuple[Any, ...]:
@@ -149,22 +147,33 @@ def _leave(shared: Any, lefts: Any, tensors: Iterator[Tensor], layer: int) -> No
             codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
 
 
-def learn(
-    kind: repeat.Kind, x: Tensor, w: Tensor, bias: Tensor | None, given: Any, needs: Any, gradients: Gradients
-) -> None:
-    """Let the step library run such calls and their backwards from now on, once both are programs of csrc's.
+def learn(kind: repeat.Kind, x: Tensor, w: Tensor, bias: Tensor | None, given: Any, needs: Any, gradients: Any) -> None:
+    """Let csrc's libraries run such calls and their backwards from now on, once both are programs of theirs.
 
-    gradients: the backward, of the gradient, the saved tensors and the state of random numbers.
+    gradients: the backward (`Gradients`), of the gradient, the saved tensors and the state of random numbers; None
+        where there is none.
     """
-    if kind.left_to_library or _library() is None:
+    if kind.left_to_library or (True in needs and not _step_library()):
         return
     note, program = kind.note, kind.program
     of_rows, of_columns = [None if codes is None else codes.found for codes in (given.rows, given.columns)]
     arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
     missing = sum(1 << i for i, t in enumerate(arguments) if t is None)
     family, backward = _forwards.family(missing, *how), note.backward.only_family
-    if family is None or backward is None or not isinstance(program, Program) or program.native is None:
+    if family is None or not isinstance(program, Program) or program.native is None:
         return
+    if True in needs:
+        if backward is None:
+            return
+        _tell(kind, x, given, needs, gradients, backward)
+    rest = given.rows, given.columns, of_rows, of_columns, (given.recipe, given.rank)
+    _forwards.told[_brief(bias, tuple(needs[:3]), *rest)] = family
+    kind.left_to_library = True
+
+
+def _tell(kind: repeat.Kind, x: Tensor, given: Any, needs: Any, gradients: Gradients, backward: repeat.Family) -> None:
+    """Tell the step library of a kind whose backwards are `backward`'s."""
+    note, program = kind.note, kind.program
     there = [True] * (1 + note.saved + 4 * sum(left is not None for left in note.left))
     if program.none is not None:
         there = [not none for none in program.none]
@@ -174,9 +183,6 @@ def learn(
     _known[number] = _Known(lefts if any(lefts) else None, saved, given.random is not None, gradients)
     asked = sum(1 << i for i, need in enumerate(needs[:3]) if need)
     native_step.operator("learn")(program.native.number, x.is_cuda, number, backward.number, sum(saved), asked)
-    rest = given.rows, given.columns, of_rows, of_columns, (given.recipe, given.rank)
-    _forwards.told[_brief(bias, tuple(needs[:3]), *rest)] = family
-    kind.left_to_library = True
 
 
 def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:
@@ -188,15 +194,14 @@ def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in made if t is not None]
 
 
-@cache
-def _library() -> Any:
-    """Return the step library's forward; None where the library is not there."""
+def _step_library() -> bool:
+    """Return whether the step library is there; the first time, give it `_gradients`."""
     if native_step.why_not() is not None:
-        return None
+        return False
     if not _implementation:
         _implementation.append(torch.library.Library("aoquant_step", "IMPL"))
         _implementation[0].impl("gradients", _gradients, "CompositeImplicitAutograd")
-    return native_step.operator("forward")
+    return True
 
 
 _implementation: list[torch.library.Library] = []  # an operator goes with the `Library` that made it
@@ -235,6 +240,8 @@ def forward(
         if left is not None:
             codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
+    if known is not None and not known.left_to_library and w is not None and True not in needs:
+        learn(known, x, w, bias, given, needs, None)
     return made[0], made[1 : 1 + note.saved], note.layout, known
 
 
@@ -259,6 +266,7 @@ def _flat_forward(
 
 
 _NOTHING = (None,) * 4
+_PLAIN_OR_NONE = (*repeat.PLAIN, type(None))
 
 
 def takes(x: Tensor, given: Any) -> bool:

@@ -24,6 +24,7 @@ from torch._C import (
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
 )
+from torch.autograd import forward_ad
 
 from . import router
 from .program import Program, record
@@ -141,13 +142,13 @@ class Family:
 
     def __init__(self, operator: Callable[[str], Callable[..., Any]]) -> None:
         self.number, self._kinds = next(_numbers), dict[int, Kind]()
-        self._run, self._bind = operator("family_run"), operator("family_bind")
+        self.run, self._bind = operator("family_run"), operator("family_bind")
         weakref.finalize(self, operator("family_forget"), self.number)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor | None] | None, Kind | None]:
         """Return the results of a call, and its kind; None for both where the library has no program, or it fails."""
         try:
-            made, number = self._run(self.number, tensors)
+            made, number = self.run(self.number, tensors)
         except RuntimeError:  # the call's own error comes from its steps, one by one
             return None, None
         kind = self._kinds.get(number)
@@ -190,5 +191,6 @@ def unusual(t: Tensor) -> bool:
         or _is_torch_function_mode_enabled()
         or router.forcing()
         or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
     )

@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from aoquant.linear import replay
 from aoquant.ops import native_cpu, native_step, router, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,9 +55,7 @@ def with_step_library() -> Iterator[Path]:
     """Run what follows with the step library."""
     before, library = native_step.LIBRARY, built(native_step, step_builder)
     native_step.LIBRARY = library
-    replay._library.cache_clear()
     if (reason := native_step.why_not()) is not None:
         pytest.skip(reason)
     yield library
     native_step.LIBRARY = before
-    replay._library.cache_clear()
