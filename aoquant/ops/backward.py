@@ -321,7 +321,8 @@ def of_codes(a: Encoded, b: Encoded, gemm: BackwardGemm, dtype: torch.dtype) -> 
     """(R, S) = a b^T in `dtype`, both encoded along C. a of one byte a code may lack b's padding."""
     rows, missing = a.codes.shape[0], b.codes.shape[1] - a.codes.shape[1]
     if missing > 0:
-        a = a._replace(codes=pad(a.codes.view(torch.uint8), (0, missing)).view(a.codes.dtype), k=b.k)
+        codes = codec.longer(a.codes.view(torch.uint8), b.codes.shape[1])
+        a = a._replace(codes=codes.view(a.codes.dtype), k=b.k)
     if not a.codes.numel() or not b.codes.numel():
         return a.codes.new_zeros(rows, b.codes.shape[0], dtype=dtype)
     assert gemm.other is not None
@@ -339,7 +340,7 @@ def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = N
 
 def _padded(x_RC: Tensor, multiple: int) -> Tensor:
     missing = -x_RC.shape[1] % multiple
-    return pad(x_RC, (0, missing)) if missing else x_RC
+    return codec.longer(x_RC, x_RC.shape[1] + missing) if missing else x_RC
 
 
 class _Source(NamedTuple):

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, Scales, as_operand, layout
 from aoquant.transforms import RoundedHadamard
@@ -37,6 +36,7 @@ __all__ = [
     "finds_outer",
     "has_triton",
     "lacks_triton",
+    "longer",
     "masked",
     "quantize",
     "saturated",
@@ -175,11 +175,15 @@ def transposed(operand: Operand, e: Encoded, padded: int) -> Encoded:
     moved, scale = found.run(codes, e.k, padded, operand.format.bits), e.scale
     if scale is not None and block is not None:
         stored = scale.view(torch.uint8) if scale.element_size() == 1 else scale
-        scale = pad(stored.t(), (0, padded // block - stored.shape[0])).contiguous().view(scale.dtype)
+        scale = longer(stored.t(), padded // block).view(scale.dtype)
     return Encoded(moved.view(e.codes.dtype), scale, e.zero, e.outer, padded)
 
 
 def _longer(x_RK: Tensor, k: int) -> Tensor:
     """x with zeros behind K."""
-    missing = k - x_RK.shape[1]
-    return pad(x_RK, (0, missing)) if missing > 0 else x_RK
+    return longer(x_RK, k) if k > x_RK.shape[1] else x_RK
+
+
+def longer(x_RK: Tensor, k: int) -> Tensor:
+    """A contiguous copy of x with zeros behind K: `pad`, of operators that csrc's programs know."""
+    return torch.cat((x_RK, x_RK.new_zeros(x_RK.shape[0], k - x_RK.shape[1])), 1)
