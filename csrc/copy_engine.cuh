@@ -49,10 +49,11 @@ __device__ __forceinline__ void copy_bytes(const uint8_t* from, uint32_t to, int
                : "memory");
 }
 
-// A matrix of bytes, which the copy engine reads in boxes. The part of a box beyond the matrix's edges is zero.
-// swizzle: how a box's pieces of 16 bytes are permuted in shared memory.
-inline cudaError_t map_bytes(CUtensorMap* map, const uint8_t* from, int rows, int columns, int box_rows, int box_columns,
-                             CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
+// How the copy engine reads a tensor in boxes: sizes and a box, the innermost dimension first, and strides in bytes of the
+// other dimensions. The part of a box beyond the tensor's edges is zero. swizzle: how a box's pieces of 16 bytes are
+// permuted in shared memory.
+inline cudaError_t map_boxes(CUtensorMap* map, CUtensorMapDataType type, int rank, const void* from, const cuuint64_t* sizes, const cuuint64_t* strides,
+                             const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   static const Encode encode = [] {  // through the runtime, so that nothing is linked with the driver's library
@@ -62,12 +63,18 @@ inline cudaError_t map_bytes(CUtensorMap* map, const uint8_t* from, int rows, in
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
   }();
   if (!encode) return cudaErrorNotSupported;
-  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, pitches[1] = {cuuint64_t(columns)};
-  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, strides[2] = {1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(from), sizes, pitches, box, strides,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  constexpr cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result = encode(map, type, cuuint32_t(rank), const_cast<void*>(from), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A contiguous matrix of bytes.
+inline cudaError_t map_bytes(CUtensorMap* map, const uint8_t* from, int rows, int columns, int box_rows, int box_columns,
+                             CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
+  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, pitches[1] = {cuuint64_t(columns)};
+  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)};
+  return map_boxes(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, from, sizes, pitches, box, swizzle);
 }
 
 }  // namespace aoquant

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include "common.cuh"
+#include "copy_engine.cuh"
 
 namespace aoquant {
 namespace {
@@ -23,15 +24,23 @@ void launch(const program::Step& step, const program::Slots& at, cudaStream_t st
   constexpr int SCRATCH = 2;  // pointers to memory that Triton gives to kernels which ask for it; these do not
   size_t count = step.parameters.size();
   std::vector<int64_t> words(count + SCRATCH, 0);
+  std::vector<CUtensorMap> maps(step.maps);
   std::vector<void*> parameters(count + SCRATCH);
-  for (size_t i = 0; i < parameters.size(); ++i) {
+  for (size_t i = 0, map = 0; i < parameters.size(); ++i) {
     parameters[i] = &words[i];
     if (i >= count) continue;
-    words[i] = step.parameters[i];
-    if (!step.addresses[i]) continue;
+    const program::Parameter& given = step.parameters[i];
+    words[i] = given.word;
+    if (given.kind == program::BITS) continue;
     void* address = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(at[step.parameters[i]], &address));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(at[given.word], &address));
     words[i] = reinterpret_cast<int64_t>(address);
+    if (given.kind == program::ADDRESS) continue;
+    parameters[i] = &maps[map];
+    cudaError_t error = map_boxes(&maps[map++], CUtensorMapDataType(given.type), int(given.sizes.size()), address,
+                                  reinterpret_cast<const cuuint64_t*>(given.sizes.data()), reinterpret_cast<const cuuint64_t*>(given.strides.data()),
+                                  given.box.data(), CUtensorMapSwizzle(given.swizzle));
+    STD_TORCH_CHECK(error == cudaSuccess, "the copy engine cannot read a tensor: ", cudaGetErrorString(error));
   }
   int error = driver_launch()(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1, step.shared, stream, parameters.data(), nullptr);
   STD_TORCH_CHECK(error == 0, "CUDA launch failed: driver error ", error);

@@ -33,13 +33,25 @@ using torch::stable::detail::to;
 
 // The same numbers stand in native_program.py.
 enum StepKind : int64_t { MAKE, VIEW, OPERATOR, LAUNCH, DROP };
-enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, MAYBE };
+enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, FORMAT, MAYBE };
+enum ParameterKind : int64_t { BITS, ADDRESS, BOXES };
 
 // An argument of an operator. MAYBE is a kind's flag: the schema says `T?`.
 struct Value {
   int64_t kind = NONE;
   bool maybe = false;
   std::vector<int64_t> words;
+};
+
+// A parameter of a kernel: the bits of a number, the address of a slot's tensor, or a map by which the copy engine reads
+// that tensor in boxes.
+struct Parameter {
+  int64_t kind;
+  int64_t word;  // the bits, or the slot
+  // of a map; the innermost dimension comes first
+  int type = 0, swizzle = 0;            // numbers of CUtensorMapDataType and CUtensorMapSwizzle
+  std::vector<int64_t> sizes, strides;  // strides in bytes, of all dimensions but the first
+  std::vector<uint32_t> box;
 };
 
 struct Step {
@@ -53,8 +65,8 @@ struct Step {
   std::vector<Value> values;
   void* function = nullptr;
   unsigned grid[3], threads, shared;
-  std::vector<int64_t> parameters;  // a slot's number, or the bits of a number
-  std::vector<bool> addresses;      // which of them are slots
+  std::vector<Parameter> parameters;
+  size_t maps = 0;  // of the parameters
 };
 
 struct Program {
@@ -101,6 +113,19 @@ class Reader {
 
 inline int32_t shim_type(int64_t type) { return int32_t(from(ScalarType(type))); }
 
+inline Parameter read_parameter(Reader& read, int64_t slots) {
+  Parameter made{read.word(BITS, BOXES)};
+  made.word = made.kind == BITS ? read.word() : read.word(0, slots - 1);
+  if (made.kind != BOXES) return made;
+  made.type = int(read.word(0, 31)), made.swizzle = int(read.word(0, 31));
+  made.sizes = read.list(1), made.strides = read.list(1);
+  for (int64_t size : read.list(1, 256)) made.box.push_back(uint32_t(size));
+  const size_t rank = made.sizes.size();
+  STD_TORCH_CHECK(1 <= rank && rank <= 5 && made.strides.size() == rank - 1 && made.box.size() == rank, "a program maps a tensor of ", rank, " dimensions by ",
+                  made.strides.size(), " strides and a box of ", made.box.size());
+  return made;
+}
+
 inline Step read_step(Reader& read, int64_t slots) {
   Step step{read.word(MAKE, DROP)};
   auto slot = [&] { return read.word(0, slots - 1); };
@@ -134,9 +159,8 @@ inline Step read_step(Reader& read, int64_t slots) {
       for (unsigned& size : step.grid) size = unsigned(read.word(1, std::numeric_limits<int32_t>::max()));
       step.threads = unsigned(read.word(1, 1024)), step.shared = unsigned(read.word(0, 1 << 20));
       for (int64_t count = read.word(0, 255); count > 0; --count) {
-        bool address = read.word(0, 1) != 0;
-        step.addresses.push_back(address);
-        step.parameters.push_back(address ? slot() : read.word());
+        step.parameters.push_back(read_parameter(read, slots));
+        step.maps += step.parameters.back().kind == BOXES;
       }
       break;
     case DROP:
@@ -201,6 +225,8 @@ inline StableIValue argument(const Value& value, const Slots& at) {
       return one(ScalarType(value.words[0]));
     case INTEGERS:
       return one(value.words);
+    case FORMAT:
+      return one(torch::headeronly::MemoryFormat(value.words[0]));
   }
   return from(std::nullopt);
 }

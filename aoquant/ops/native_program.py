@@ -3,8 +3,11 @@
     step       MAKE result dtype device [sizes] [strides]        an empty tensor
                VIEW result slot offset [sizes] [strides]         of memory that the program made
                OPERATOR name overload [results] arguments        arguments: their count, then kind [words] of each
-               LAUNCH address grid threads shared parameters     parameters: their count, then (1, slot) or (0, bits)
+               LAUNCH address grid threads shared parameters     parameters: their count, then each
                DROP [slots]
+    parameter  BITS bits                                         a number
+               ADDRESS slot
+               BOXES slot type swizzle [sizes] [strides] [box]   a map by which the copy engine reads a tensor in boxes
     [values]   their count, then they
 
 A function here returns the words of one step, or None where the library has none for it: then the program stays in
@@ -25,10 +28,11 @@ from torch import Tensor
 from . import native, native_cpu
 
 MAKE, VIEW, OPERATOR, LAUNCH, DROP = range(5)
-NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, MAYBE = range(9)
+NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, FORMAT, MAYBE = range(10)
+BITS, ADDRESS, BOXES = range(3)
 _KINDS = {
     "Tensor": TENSOR, "List[Tensor]": TENSORS, "int": INTEGER, "SymInt": INTEGER, "float": NUMBER, "bool": BOOLEAN,
-    "ScalarType": TYPE, "List[int]": INTEGERS, "List[SymInt]": INTEGERS,
+    "ScalarType": TYPE, "List[int]": INTEGERS, "List[SymInt]": INTEGERS, "MemoryFormat": FORMAT,
 }  # fmt: skip
 # numbers of c10::ScalarType
 _TYPES = {
@@ -36,6 +40,11 @@ _TYPES = {
     torch.float64: 7, torch.bool: 11, torch.bfloat16: 15, torch.float8_e5m2: 23, torch.float8_e4m3fn: 24,
     torch.float8_e8m0fnu: 44,
 }  # fmt: skip
+# numbers of c10::MemoryFormat
+_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}
+# what Triton says of a map; its numbers of types are the device's, of which the driver has three elsewhere
+_MAPS = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
+_OF_THE_DRIVER = {8: 10, 9: 8, 10: 9}
 
 
 class Slot(int):
@@ -49,14 +58,49 @@ class Name(str):
 Words = list[Any]
 
 
+class Boxes(NamedTuple):
+    """Say how the copy engine reads a tensor in boxes; the innermost dimension comes first.
+
+    type, swizzle: numbers of CUtensorMapDataType and CUtensorMapSwizzle. strides: in bytes, of all dimensions but the
+        first.
+    """
+
+    type: int
+    swizzle: int
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+
+
+Parameter = int | Boxes | None
+
+
 class Kernel(NamedTuple):
-    """Hold what launches a kernel. parameters: a number's bits, or None for the next tensor's address."""
+    """Hold what launches a kernel. parameters: a number's bits, None for the next tensor's address, or `Boxes` of the
+    next tensor.
+    """
 
     address: int
     grid: Sequence[int]
     threads: int
     shared: int
-    parameters: Sequence[int | None]
+    parameters: Sequence[Parameter]
+
+
+def described(meta: dict[str, Any], shape: Sequence[int], strides: Sequence[int], padding: str) -> list[Parameter]:
+    """Return the parameters that Triton's launcher makes of a tensor's descriptor.
+
+    meta: of the compiled kernel.
+
+    Raises:
+        ValueError: it makes others than those of Triton 3.6, or the map has more to it.
+    """
+    if meta.keys() != _MAPS or meta["fp4_padded"] or padding != "zero":
+        raise ValueError(f"an unknown map: {meta}, {padding}")
+    element = meta["elem_type"]
+    inner = [stride * meta["elem_size"] for stride in strides[-2::-1]]
+    boxes = Boxes(_OF_THE_DRIVER.get(element, element), meta["swizzle"], shape[::-1], inner, meta["block_size"][::-1])
+    return [boxes, *shape, *strides]
 
 
 def make(t: Tensor, device: torch.device, result: int) -> Words | None:
@@ -97,8 +141,11 @@ def launch(kernel: Kernel, slots: Iterable[int]) -> Words:
     """Return the words that launch a kernel on tensors of these slots."""
     words: Words = [LAUNCH, kernel.address, *kernel.grid, kernel.threads, kernel.shared, len(kernel.parameters)]
     tensors = iter(slots)
-    for bits in kernel.parameters:
-        words += (1, Slot(next(tensors))) if bits is None else (0, bits)
+    for p in kernel.parameters:
+        if isinstance(p, Boxes):
+            words += BOXES, Slot(next(tensors)), p.type, p.swizzle, *_list(p.sizes), *_list(p.strides), *_list(p.box)
+        else:
+            words += (ADDRESS, Slot(next(tensors))) if p is None else (BITS, p)
     return words
 
 
@@ -168,12 +215,14 @@ def _value(kind: int | None, value: Any, slot: Callable[[Tensor], int]) -> Words
     """Return [kind, *list of words] of an argument."""
     if value is None:
         return [NONE, 0]
-    if kind == TENSOR:  # a number may stand for one
+    if kind == TENSOR:
         return [kind, 1, Slot(slot(value))] if isinstance(value, Tensor) else None
     if kind == TENSORS:
         return [kind, *_list([Slot(slot(t)) for t in value])]
     if kind == TYPE:
         return [kind, 1, _TYPES[value]] if value in _TYPES else None
+    if kind == FORMAT:
+        return [kind, 1, _FORMATS[value]] if value in _FORMATS else None
     if kind == NUMBER:
         return [kind, 1, bits(value, "d")]
     if kind == INTEGERS:

@@ -219,7 +219,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Write down a launch, which `repeat(*tensors)` repeats, and `kernel` for csrc's library.
 
-        addresses: it reads nothing else of the tensors.
+        addresses: `repeat` reads nothing else of the tensors. It makes descriptors of their shapes and strides, too;
+            then both it and the library, whose words hold these, read the addresses of the very views.
         """
         self.launches += 1
         if self.refused:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aoquant.ops import native_cpu, program
+from aoquant.ops.native_program import Boxes, Kernel
 from aoquant.ops.program import Program, record
 
 Function = Callable[..., Sequence[Tensor | None]]
@@ -117,6 +118,7 @@ IN_WORDS: dict[str, Function] = {
     "arguments as results": lambda x, y: [y, None, x, torch.mm(x, y.t()), y],
     "constants": lambda x, y: [x * ROWS, torch.mm(y, ROWS.t())],
     "an overload without a name at the end": lambda x, y: [torch.mm(x, y.mT)],
+    "copies": lambda x, y: [x.t().contiguous(), y.t().clone(), torch.cat((x.t(), x.new_zeros(6, 2)), 1)],
 }
 ROWS = torch.arange(24.0).view(4, 6)
 
@@ -163,6 +165,18 @@ def test_what_is_made_elsewhere_is_left_to_python(library: Any) -> None:
     assert repeat is None and results[0].device.type == "meta"
 
 
+NOT_IN_WORDS: dict[str, Function] = {
+    "another format of memory": lambda x, y: [x.view(1, 4, 6, 1).clone(memory_format=torch.channels_last), y],
+}
+
+
+@pytest.mark.parametrize("function", NOT_IN_WORDS.values(), ids=NOT_IN_WORDS)
+def test_what_the_library_would_make_otherwise_is_left_to_python(function: Function, library: Any) -> None:
+    repeat = recorded(function, *pair())
+    assert repeat is not None and repeat.native is None
+    check(repeat, function)
+
+
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
     assert repeat is not None and repeat.native is not None
@@ -181,13 +195,28 @@ def test_the_library_forgets_a_program_that_is_gone(library: Any) -> None:
         native.run(pair())
 
 
-def test_the_library_refuses_words_that_are_wrong(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launches", [False, True])
+def test_the_library_refuses_words_that_are_wrong(
+    launches: bool, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each word in turn: an error, or another program, and no signal."""
-    seen, real = list[Any](), native_cpu.operator
+
+    def function() -> list[Tensor]:
+        made = torch.mm(x, y.t())
+        if launches:
+            parameters = [None, Boxes(9, 3, [6, 4], [24], [6, 4]), 4, 6, 6, 1]
+            kernel = Kernel(1 << 40, [2, 1, 1], 256, 0, parameters)
+            program.recorders[threading.get_ident()].launched(lambda *_: None, [x, made], False, kernel)
+        return [made[1:], torch.empty_strided((2, 2), (2, 1))[0].zero_()]
+
+    seen, real, (x, y) = list[Any](), native_cpu.operator, pair()
     spied = lambda *a: seen.append(a) or real("program_make")(*a)  # noqa: E731
     monkeypatch.setattr(native_cpu, "operator", lambda name: spied if name == "program_make" else real(name))
-    recorded(lambda x, y: [torch.mm(x, y.t())[1:], torch.empty_strided((2, 2), (2, 1))[0]], *pair())
+    record(function, (x, y))
     make, run, (words, *others) = real("program_make"), real("program_run"), seen[0]
+    if launches:
+        with pytest.raises(RuntimeError, match="a CPU launches no kernels"):
+            run(make(words, *others), list(pair()))
     for at in range(len(words)):
         for wrong in (-1, -(1 << 62), 1 << 40, (1 << 62) + 1):
             with suppress(RuntimeError):

@@ -25,8 +25,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import program
-from ..native_program import Kernel, bits
+from .. import native_program, program
+from ..native_program import Kernel, Parameter, bits
 
 LAUNCHES = 4096  # launches that a kernel's module remembers: one for each format, shape and use
 
@@ -131,7 +131,7 @@ class Launch:
             else:
                 again.run(given)
 
-        native = None if again is None or blocks else _native(again.kernel, self._grid, [*arguments, *self._rest])
+        native = None if again is None else _native(again.kernel, self._grid, [*arguments, *self._rest])
         return repeat, [filled[i] for i in places], again is not None and not blocks, native
 
 
@@ -143,14 +143,14 @@ class _Ready(NamedTuple):
 
 
 def _native(kernel: Any, grid: Sequence[int], arguments: Sequence[Any]) -> Kernel | None:
-    """Return what csrc's library launches; None for a kernel that takes more than addresses and numbers."""
+    """Return what csrc's library launches; None for a kernel that takes more than addresses, numbers, descriptors."""
     try:
         meta, signature = kernel.metadata, kernel.src.signature
         plain = (meta.num_ctas, meta.launch_cooperative_grid, meta.launch_pdl) == (1, False, False)
         if not plain or meta.global_scratch_size or meta.profile_scratch_size or 0 in grid:
             return None
         threads, shared, address = meta.num_warps * meta.warp_size, meta.shared, kernel.function
-        parameters = list[int | None]()
+        parameters, maps = list[Parameter](), iter(getattr(meta, "tensordesc_meta", None) or ())
         for kind, value in zip(signature.values(), arguments, strict=True):
             if kind.startswith("*"):
                 parameters.append(None)
@@ -158,6 +158,8 @@ def _native(kernel: Any, grid: Sequence[int], arguments: Sequence[Any]) -> Kerne
                 parameters.append(int(value))
             elif kind == "fp32":
                 parameters.append(bits(value))
+            elif kind.startswith("tensordesc<"):
+                parameters += native_program.described(next(maps, {}), value.shape, value.strides, value.padding)
             elif kind != "constexpr":
                 return None
     # a Triton that we do not know, or a number beyond float32
