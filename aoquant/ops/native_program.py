@@ -116,12 +116,18 @@ def view(t: Tensor, of: Tensor, slot: int, result: int) -> Words | None:
     return None if offset < 0 else [VIEW, Slot(result), Slot(slot), offset, *_list(t.shape), *_list(t.stride())]
 
 
-def operator(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], slot: Callable[[Tensor], int], results: Sequence[int]
-) -> Words | None:
-    """Return the words that call an operator. slot: of a tensor. results: slots, one for each."""
+def named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments by their names, and a constant for each number that stands for a tensor."""
+    arguments = func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    tensors = [t for t in given.values() if isinstance(t, Tensor)]
+    kinds = {a.name: str(a.real_type) for a in arguments}
+    return {name: _constant(v, tensors) if kinds[name] == "Tensor" else v for name, v in given.items()}
+
+
+def operator(func: Any, given: dict[str, Any], slot: Callable[[Tensor], int], results: Sequence[int]) -> Words | None:
+    """Return the words that call an operator. given: `named`. slot: of a tensor. results: slots, one for each."""
     schema = func._schema
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     name, overload = Name(schema.name), Name(schema.overload_name)
     written: Words = [OPERATOR, name, overload, *_list([Slot(s) for s in results]), len(schema.arguments)]
     if any(str(r.real_type) != "Tensor" for r in schema.returns):
@@ -228,3 +234,12 @@ def _value(kind: int | None, value: Any, slot: Callable[[Tensor], int]) -> Words
     if kind == INTEGERS:
         return [kind, *_list(value)]
     return None if kind is None else [kind, 1, int(value)]
+
+
+def _constant(value: Any, others: Sequence[Tensor]) -> Any:
+    """Return a tensor for a number that stands for one, if types are promoted alike: a number's counts less."""
+    if not isinstance(value, float) or not others:
+        return value
+    made = torch.tensor(value, dtype=torch.float64, device="cpu")
+    alike = all(torch.result_type(t, made) is torch.result_type(t, value) for t in others)
+    return made if alike else value

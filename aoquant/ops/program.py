@@ -304,7 +304,10 @@ class Recorder(TorchDispatchMode):
             self._result(function, [], made, native.make(made, self._device, len(self._tensors)))
             return
         function, places = self._call(func, args, kwargs)
-        words = partial(native.operator, func, args, kwargs, self._slot)
+        by_name = native.named(func, args, kwargs)
+        for t in _tensors(by_name.values()):  # constants have slots before results have
+            self._slot(t)
+        words = partial(native.operator, func, by_name, self._slot)
         if made is None or (not several and id(made) in self._slots):  # written in place
             self._steps.append(Step(function, places, -1, words([] if made is None else [self._slots[id(made)]])))
             return

@@ -118,6 +118,7 @@ IN_WORDS: dict[str, Function] = {
     "arguments as results": lambda x, y: [y, None, x, torch.mm(x, y.t()), y],
     "constants": lambda x, y: [x * ROWS, torch.mm(y, ROWS.t())],
     "an overload without a name at the end": lambda x, y: [torch.mm(x, y.mT)],
+    "numbers for tensors": lambda x, y: [x * 0.1, x.bfloat16() * 0.7, torch.div(y, 3.0), y.exp().mul_(1.0 / 3)],
     "copies": lambda x, y: [x.t().contiguous(), y.t().clone(), torch.cat((x.t(), x.new_zeros(6, 2)), 1)],
 }
 ROWS = torch.arange(24.0).view(4, 6)
@@ -166,6 +167,8 @@ def test_what_is_made_elsewhere_is_left_to_python(library: Any) -> None:
 
 
 NOT_IN_WORDS: dict[str, Function] = {
+    "a number of as many dimensions": lambda x, y: [x.sum() * 0.1, y],
+    "a number beside integers": lambda x, y: [x.int() * 0.5, y],
     "another format of memory": lambda x, y: [x.view(1, 4, 6, 1).clone(memory_format=torch.channels_last), y],
 }
 
