@@ -44,7 +44,7 @@ from aoquant.linear import replay
 from aoquant.linear.cache import FixedWeight, InputCodes, codes_of_input
 from aoquant.linear.checks import checked, note_run, refuse_second_derivative, unread
 from aoquant.linear.recipe import RECIPES, LinearRecipe
-from aoquant.linear.saved import flat, restored, saved_tensors
+from aoquant.linear.saved import Frame, flat, restored, saved_tensors
 from aoquant.ops import backward as gemms
 from aoquant.ops import repeat
 
@@ -110,32 +110,6 @@ class Saved(NamedTuple):
     amax: Tensor | None = None
 
 
-class Frame(NamedTuple):
-    """What backward knows of its forward, beside the saved tensors.
-
-    recipe: its key. needs: which gradients are asked for. layout: of the saved tensors.
-    random: not saved, since the calls of a step advance one state, in place.
-    of_codes: whether w is codes alone; w_columns, whether it has its column side; packed_fqn, the layer's name then.
-    rank, fixed, delayed, parts: as `Given`'s.
-    """
-
-    recipe: str
-    needs: Needs
-    layout: Any
-    x_shape: torch.Size
-    w_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
-    random: Tensor | None
-    rank: int
-    fixed: FixedWeight | None
-    delayed: Any
-    parts: Shards | None
-    of_codes: bool
-    w_columns: bool
-    packed_fqn: str
-
-
-NOTHING_BESIDE = (None,) * 5
 NO_GRADIENT = Needs(False, False, False, False, False)
 
 
@@ -192,8 +166,8 @@ def quantized_linear(
             if recipe.backward_operands:
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
-    beside = x_held, w_held, fixed, delayed, parts
-    repeats = not tracing and beside == NOTHING_BESIDE and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
+    nothing_beside = x_held is None and w_held is None and fixed is None and delayed is None and parts is None
+    repeats = nothing_beside and not tracing and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
     if not tracing and not torch.is_grad_enabled():
         if repeats and weight is not None:
             y = replay.step(x, weight, bias, NO_GRADIENT[:3], None, None, None, 0, recipe.key, 0)[0]
@@ -275,23 +249,12 @@ class QuantizedLinear(torch.autograd.Function):
             tensors, layout = flat(saved)
         ctx.save_for_backward(*tensors)
         codes = w if isinstance(w, GatheredWeight) else None
-        ctx.frame = frame = Frame(
-            given.recipe,
-            needs,
-            layout,
-            x.shape,
-            w_dtype=None if w is None else w.dtype,
-            bias_dtype=None if bias is None else bias.dtype,
-            random=given.random,
-            rank=given.rank,
-            fixed=given.fixed if codes is None else None,
-            delayed=given.delayed,
-            parts=given.parts,
-            of_codes=codes is not None,
-            w_columns=codes is not None and codes.columns is not None,
-            packed_fqn="" if codes is None else codes.fqn,
-        )
-        ctx.repeats = None if kind is None else kind.note.backward
+        dtypes = None if w is None else w.dtype, None if bias is None else bias.dtype
+        held = given.fixed if codes is None else None, given.delayed, given.parts
+        frame = Frame(given.recipe, needs, layout, x.shape, *dtypes, given.random, given.rank, *held)
+        if codes is not None:
+            frame = frame._replace(codes_of=codes.fqn, w_columns=codes.columns is not None)
+        ctx.frame, ctx.repeats = frame, None if kind is None else kind.note.backward
         if kind is not None and not kind.left_to_library and w is not None:
             backward = functools.partial(_repeated, frame._replace(random=None), ctx.repeats)
             replay.learn(kind, x, w, bias, given, needs, backward)
@@ -300,18 +263,14 @@ class QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         frame = ctx.frame
-        made = _repeated(frame, ctx.repeats, grad, saved_tensors(ctx, frame.packed_fqn), frame.random)
+        made = _repeated(frame, ctx.repeats, grad, saved_tensors(ctx, frame.codes_of or ""), frame.random)
         if frame.random is not None:
             frame.random[2:].add_(1)  # the step
         return (*made, None)
 
 
 def _repeated(
-    frame: Frame,
-    repeats: repeat.Repeats | None,
-    grad: Tensor,
-    tensors: Sequence[Tensor | None],
-    random: Tensor | None,
+    frame: Frame, repeats: Any, grad: Tensor, tensors: Sequence[Tensor | None], random: Tensor | None
 ) -> Sequence[Tensor | None]:
     """`_gradients`, from `repeats` where it knows the call."""
     if torch.is_grad_enabled():
@@ -374,7 +333,7 @@ def _gradients(frame: Frame, tensors: Sequence[Tensor | None], grad: Tensor) -> 
     if recipe.history and frame.delayed.history.numel():  # a report takes its history away
         found = reduced.largest(torch.cat((saved.amax, ops.absmax(grad_MN))))
         # codes take their scale when they are written (mastered.py)
-        recipe.advance(frame.delayed, found, slice(0, 3, 2) if frame.of_codes else slice(3))
+        recipe.advance(frame.delayed, found, slice(0, 3, 2) if frame.codes_of is not None else slice(3))
     return dx, dw, db, dx_scale, dw_scale
 
 
@@ -486,7 +445,7 @@ def _fixed_columns(frame: Frame, recipe: LinearRecipe, saved: Any, grad: Tensor)
     gemm = recipe.dgrad
     if gemm.other is None or gemm.other.draws:
         return None
-    made: Encoded = frame.fixed.columns(  # type: ignore[union-attr]
+    made: Encoded = frame.fixed.columns(
         grad.dtype, functools.partial(ops.Kept(saved.w, gemm, saved.w_held).columns, grad.dtype)
     )
     return made

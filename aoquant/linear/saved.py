@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Scales
@@ -15,6 +16,30 @@ _REWRITTEN = (
     "its codes were written between this backward and its forward, by an optimizer's step or masters.refresh(): run every backward "
     "before the step"
 )
+
+
+class Frame(NamedTuple):
+    """What backward knows of its forward, beside the saved tensors.
+
+    recipe: its key. needs: which gradients are asked for, as `function.Needs`. layout: of the saved tensors.
+    random: not saved, since the calls of a step advance one state, in place.
+    codes_of: the layer's name, where w is codes alone. w_columns: whether these have their column side.
+    rank, fixed, delayed, parts: as `function.Given`'s.
+    """
+
+    recipe: str
+    needs: Any
+    layout: Layout
+    x_shape: torch.Size
+    w_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    random: Tensor | None
+    rank: int
+    fixed: Any
+    delayed: Any
+    parts: Any
+    codes_of: str | None = None
+    w_columns: bool = False
 
 
 def flat(saved: NamedTuple) -> tuple[list[Tensor | None], Layout]:
