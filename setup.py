@@ -62,8 +62,8 @@ class Wheel(bdist_wheel):
 kernels = [Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()])] if csrc.wanted() else []
 if cpu_builder.wanted(csrc.import_torch()):
     for builder in (cpu_builder, step_builder):
-        folder = builder.FOLDER
-        kernels.append(Extension(builder.MODULE, [f"csrc/{folder.name}/{s.name}" for s in folder.glob("*.cpp")]))
+        files = [f"csrc/{builder.FOLDER.name}/{s.name}" for s in builder.FOLDER.glob("*.cpp")]
+        kernels.append(Extension(builder.MODULE, files, optional=builder is step_builder))
 setup(
     packages=[*find_packages(include=["aoquant", "aoquant.*"]), "aoquant.assets"],
     package_dir={"aoquant.assets": "eval/assets"},

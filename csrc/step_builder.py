@@ -2,7 +2,8 @@
 
 A C++ compiler and torch's headers are all it takes. Unlike its neighbours the library is written against torch's C++
 interface, since the stable ABI has no autograd; so it holds the version of the torch that it was built with, and no
-other loads it. Building is an offer, never a condition. AOQUANT_BUILD_CSRC=0 leaves it out too.
+other loads it. Building is an offer, never a condition: an install goes on where a torch to come has other interfaces.
+AOQUANT_BUILD_CSRC=0 leaves it out too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from builder import source_symbol
 from cpu_builder import find_compiler, why_not
+from setuptools.errors import CompileError
 
 FOLDER = Path(__file__).resolve().parent / "step"
 MODULE = "aoquant.ops._native_step"  # a library beside aoquant/ops/native_step.py, which loads it
@@ -37,14 +39,14 @@ def build(torch: Any, target: Path, scratch: Path) -> None:
     """Compile and link the library `target`.
 
     Raises:
-        SystemExit: the compiler is missing, or failed.
+        CompileError: the compiler is missing, or failed.
     """
     compiler = find_compiler()
     if reason := why_not(torch, compiler):
-        raise SystemExit(f"aoquant: the step library cannot be built: {reason}")
+        raise CompileError(f"aoquant: the step library cannot be built: {reason}")
     assert compiler is not None
     scratch.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"aoquant: building the step library for torch {torch.__version__} with {compiler}", flush=True)
     if any(subprocess.run(command, check=False).returncode for command in commands(torch, compiler, target, scratch)):
-        raise SystemExit(f"aoquant: {compiler} failed on the step library; AOQUANT_BUILD_CSRC=0 leaves all kernels out")
+        raise CompileError(f"aoquant: {compiler} failed on the step library, for torch {torch.__version__}")
