@@ -24,7 +24,7 @@ from aoquant._messages import AoquantWarning
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
 from aoquant.linear.prepared import QATLinear
-from aoquant.ops import native, native_cpu
+from aoquant.ops import native, native_cpu, native_step
 from aoquant.ops.gemm import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, list_recipes
@@ -136,6 +136,7 @@ def versions() -> list[tuple[str, str]]:
     """(what, version or description) of Python, aoquant's own kernels and devices."""
     rows = [("python", platform.python_version())]
     rows.append(("CUDA kernels", native.why_not() or "built"))
+    rows.append(("step library", native_step.why_not() or "built"))
     rows.append(("CPU kernels", native_cpu.why_not() or f"built; run by {native_cpu.level()}"))
     if not torch.cuda.is_available():
         return [*rows, ("GPU", "none that torch can use; everything runs on the CPU")]
