@@ -134,6 +134,7 @@ struct QuantizedLinearBackward : Node {
 // Results of a forward of `family` that autograd does not keep, y first, with y's node, and Python's number of its kind;
 // nothing and -1 where the call is not known. given: x, w, bias where there is one, and what else forward reads.
 std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, const std::optional<Tensor>& random) {
+  TORCH_CHECK(given.size() >= 2, "a forward has an input and a weight");
   const Library& library = Library::of(given[0]);
   const int64_t program = library.find.call(family, given);
   std::shared_ptr<const Kind> kind;
@@ -142,6 +143,7 @@ std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::o
     if (auto found = kinds.find(key(program, given[0].is_cuda())); program >= 0 && found != kinds.end()) kind = found->second;
   }
   if (kind == nullptr) return {Tensors(), -1};
+  TORCH_CHECK(bias.has_value() || (kind->asked >> 2 & 1) == 0, "a forward has no bias to give a gradient");
   Tensors made;
   {
     at::NoGradGuard no_grad;

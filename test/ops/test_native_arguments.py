@@ -15,7 +15,9 @@ from torch import Tensor
 BF16 = torch.bfloat16
 N, K, GROUP = 32, 64, 32
 # test_program.py and test_repeat.py give them wrong words and tensors
-PROGRAMS = ("program_make", "program_run", "program_forget", "family_bind", "family_run", "family_forget")
+PROGRAMS = (
+    "program_make", "program_run", "program_forget", "family_bind", "family_find", "family_run", "family_forget"
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")

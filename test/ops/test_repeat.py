@@ -139,14 +139,19 @@ def test_programs_go_with_what_repeats_them() -> None:
         call(*pair())
     (family,) = call.repeats._families.values()
     (kind,) = call.repeats.kinds.values()
-    number, run, native = family._number, family._run, kind.program.native
+    number, run, find, native = family.number, family.run, torch.ops.aoquant_cpu.family_find, kind.program.native
     assert run(number, pair())[1] == native.number
     assert run(number + 1000, pair())[1] == run(number, [])[1] == run(number, pair()[:1])[1] == -1
+    assert [find(*given) for given in ((number, pair()), (number + 1000, pair()), (number, []))] == [
+        native.number,
+        -1,
+        -1,
+    ]
     for tensors, program_number in ((pair()[:1], native.number), ([], native.number), (pair(), native.number + 1000)):
         with pytest.raises(RuntimeError, match="program"):
             family._bind(number, program_number, tensors)
     del call, family, kind
     gc.collect()
-    assert run(number, pair()) == ([], -1)
+    assert run(number, pair()) == ([], -1) and find(number, pair()) == -1
     with pytest.raises(RuntimeError, match=f"no program {native.number}"):
         native.run(pair())

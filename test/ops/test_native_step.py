@@ -1,0 +1,65 @@
+"""The step library: wrong arguments, another torch's library, and blocks that choose kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cpu_library import with_library, with_step_library
+from torch import Tensor
+
+from aoquant import ops
+from aoquant.linear import replay
+from aoquant.ops import native_step, router, sources
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library() -> Iterator[Path]:
+    for _ in with_library():
+        yield from with_step_library()
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.aoquant_step, name).default
+
+
+def pair() -> list[Tensor]:
+    return [torch.randn(2, 4, requires_grad=True), torch.randn(4, 4)]
+
+
+def test_a_call_that_is_not_known_is_left_to_python() -> None:
+    assert operator("forward")(1 << 40, pair(), None, None) == ([], -1)
+
+
+def test_a_forward_without_a_weight_is_an_error() -> None:
+    for given in ([], pair()[:1]):
+        with pytest.raises(RuntimeError, match="input and a weight"):
+            operator("forward")(1, given, None, None)
+
+
+def test_a_backward_that_python_does_not_know_is_an_error() -> None:
+    assert replay._step_library()
+    with pytest.raises(KeyError):
+        operator("gradients")(1 << 40, pair())
+
+
+def test_a_library_of_another_torch_is_not_loaded(library: Path, tmp_path: Path) -> None:
+    other, version = tmp_path / library.name, torch.__version__.encode()
+    other.write_bytes(
+        library.read_bytes().replace(b"torch " + version + b"\0", b"torch " + b"9" * len(version) + b"\0")
+    )
+    assert "another torch" in str(native_step._load(other))
+    assert native_step._load(tmp_path / "absent.so") is not None and not sources.holds(library, "no such text")
+
+
+def test_a_watcher_is_told_of_blocks_that_are_open() -> None:
+    told: list[int] = []
+    with ops.backend("reference"):
+        router.watch(told.append)
+        with ops.backend("reference"):
+            pass
+    assert told == [1, 1, -1, -1]
+    router._watchers.remove(told.append)
