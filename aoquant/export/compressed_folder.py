@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from aoquant._messages import AoquantWarning
 from aoquant.export.contents import Contents
+from aoquant.export.embedding_rows import targets
 from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Description, symmetric
@@ -37,7 +38,8 @@ _IN_TRANSFORMERS = {
 def describe(source: Source, contents: Contents) -> Description:
     """config.json's quantization_config.
 
-    A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
+    A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name, and
+    so are embeddings and a head in either.
     """
     check_fused(contents.layers, source.modules)
     groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
@@ -45,8 +47,11 @@ def describe(source: Source, contents: Contents) -> Description:
         scheme: QuantizationScheme = stored.scheme
         groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
     one = len(groups) == 1
-    packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors]
+    looked_up = source.embeddings().intersection(contents.layers)
     said = [s for group in groups.values() for s in _unreadable(*group, alone=one)]
+    decoded = one and (bool(looked_up) or any(_packs_zeros(scheme) for scheme, _ in groups.values()))
+    known = looked_up if decoded else ()  # transformers makes their weights before it initialises
+    packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors and name not in known]
     if layers := initialised(source.stock, packed):
         said.append(
             f"transformers cannot load the folder: {type(source.stock).__name__} initialises the weight of {len(layers)} layer(s), such as "
@@ -57,7 +62,7 @@ def describe(source: Source, contents: Contents) -> Description:
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(modules for _, modules in groups.values()), left])
     schemes = {
-        f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(source.names_of(modules))})
+        f"group_{i}": scheme.model_copy(update={"targets": _targets(source, modules, one)})
         for i, (scheme, modules) in enumerate(groups.values())
     }
     formats = {scheme.format for scheme in schemes.values()} or {CompressionFormat.dense.value}  # a KV cache alone
@@ -69,11 +74,18 @@ def describe(source: Source, contents: Contents) -> Description:
     )
     content: dict[str, Any] = json.loads(config.model_dump_json())
     content["version"] = compressed_tensors.__version__
-    if one and any(_packs_zeros(scheme) for scheme in schemes.values()):
+    if decoded:
         # transformers 5.24 else compares the zero points' shape with compressed-tensors' empty module, which does not
-        # pack them. Engines do not read the key. With several schemes transformers would decode all by the first one.
+        # pack them, and looks for the weight of an embedding. Engines do not read the key. With several schemes
+        # transformers would decode all by the first one.
         content["dequantize"] = True
     return Description(content)
+
+
+def _targets(source: Source, modules: list[str], one: bool) -> list[str]:
+    """Return what names the modules of one scheme. one: the model has no other."""
+    named = ["Linear"] if one else _patterns(source.names_of(modules))
+    return list(dict.fromkeys([*named, *targets(source, modules)]))
 
 
 def _packs_zeros(scheme: QuantizationScheme) -> bool:

@@ -11,12 +11,13 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from aoquant._messages import AoquantWarning, listed
 from aoquant.export.advice import other_formats
+from aoquant.export.embedding_rows import check_use, rows_of
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
 from aoquant.export.weights import Weight
@@ -64,11 +65,9 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
                     f"it is torchao's {weight.tensor_class}",
                     "train with a config of aoquant's, such as IntxWeightConfig(4, 128)",
                 )
-            if module in embeddings and target != "gguf":
-                raise Unfit(
-                    f"it is an embedding, and readers of {target} take embeddings as floats",
-                    "leave it out of quantize_, or out of --embeddings",
-                )
+            tied = weight.name in source.tied.values()
+            if module in embeddings:
+                check_use(target, tied=tied)
             owner = source.modules.get(module, nn.Linear(1, 1, device="meta"))
             if module not in embeddings and not isinstance(owner, nn.Linear):
                 raise Unfit(
@@ -79,12 +78,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
             assert isinstance(packed, PackedTensor)
             stored = store(packed)
             if module in embeddings:
-                if "scale" in stored.tensors:
-                    raise Unfit(
-                        "it is an embedding, and llama.cpp gives embeddings no outer scale", "train q8_0 or q4_0"
-                    )
-                if weight.name not in source.tied.values():  # rows are read, and meet no activation
-                    stored = replace(stored, notes=())
+                stored = rows_of(stored, target, tied=tied)
             layers[module] = stored
         except Unfit as error:
             if error.reason not in others:  # asked of one layer for each reason

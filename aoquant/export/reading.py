@@ -63,7 +63,7 @@ def load(
     _check_patterns(folder, schemes)
     _check_rest(filling, schemes)
     for name, module in filling.model.named_modules():
-        if isinstance(module, nn.Linear) and (scale := filling.names.get(f"{name}.weight_scale")):
+        if isinstance(module, nn.Linear | nn.Embedding) and (scale := filling.names.get(f"{name}.weight_scale")):
             own = scale.removesuffix(".weight_scale")
             filling.put(f"{name}.weight", _layer(filling, schemes, name, module, own))
     for name, pieces in filling.stacks.items():

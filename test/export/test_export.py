@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "transform": (lambda: converted(HIDDEN), "compressed-tensors", "behind a transform"),
     "dynamic": (lambda: converted(PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4")), "compressed-tensors", "outer scale in"),
     "torchao's": (lambda: of(Int8WeightOnlyConfig()), "compressed-tensors", "Int8Tensor"),
-    "embedding": (lambda: of(FqnToConfig({"model.embed_tokens": INT4, "_default": None})), "compressed-tensors", "embed_tokens"),
+    "embedding": (lambda: of(FqnToConfig({"model.embed_tokens": INT4, "_default": None})), "modelopt", "embed_tokens: it is an embedding"),
     "float": (llama, "compressed-tensors", "quantised"),
     "prepared": (lambda: of(QATConfig(INT4, step="prepare")), "compressed-tensors", "prepared and not converted"),
     "a layer": (lambda: torch.nn.Linear(2, 2), "compressed-tensors", "Linear"),
