@@ -26,6 +26,7 @@ ADVICE = {
     "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
     "leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
     "leave that layer out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave that layer out with --skip NAME",
+    "leave it out of quantize_, or out of --embeddings": "leave out --embeddings",
     "leave it out with filter_fn": "leave it out with --skip NAME",
     "leave it out": "leave it out with --skip NAME",
     "leave the layer out": "leave the layer out with --skip NAME or --skip-incompatible",
@@ -78,7 +79,8 @@ def _run(arguments: list[str]) -> Callable[..., None]:
         if is_first():
             print(result.table())
             layout = None if options.model is None else job.engine_format(mixed(options.recipe))
-            print(f"\n{result.where_to_look(layout)}")
+            refusal = _why_not_exported(options.out / "checkpoint", layout) if layout and not result.exported else ""
+            print(f"\n{result.where_to_look(layout, refusal)}")
 
     parameters = []
     for group in job.GROUPS:  # each is one group of the help
@@ -246,7 +248,6 @@ def convert(
 def _for_engine(config: Any, converted: Path, served: Path | None) -> None:
     """Export a converted folder to `served` and print the engine's command; without one, print how, or why not."""
     from aoquant import serving
-    from aoquant.export import check
     from aoquant.export import export as write
     from aoquant.integrations.job import engine_format
 
@@ -258,11 +259,21 @@ def _for_engine(config: Any, converted: Path, served: Path | None) -> None:
             raise ValueError(f"{converted} is written, and whole; {served} is not: {error}") from None
         print(f"written: {written}\n{serving.command(written)}")
         return
+    if refusal := _why_not_exported(converted, layout):
+        print(f"written: {converted}. It is not ready for an engine: {refusal}")
+    else:
+        print(f"written: {converted}. For an engine: aoquant export {converted} --format {layout} --out served")
+
+
+def _why_not_exported(converted: Path, layout: str) -> str:
+    """Return why `aoquant export` would refuse a converted folder; "" where it would not."""
+    from aoquant.export import check
+
     try:
         check(converted, layout)
-        print(f"written: {converted}. For an engine: aoquant export {converted} --format {layout} --out served")
     except (ImportError, ValueError) as error:
-        print(f"written: {converted}. It is not ready for an engine: {error}")
+        return for_the_command_line(str(error))
+    return ""
 
 
 def choose(

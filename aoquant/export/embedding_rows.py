@@ -15,7 +15,7 @@ from aoquant.export.source import Source
 from aoquant.export.targets import Stored, Unfit
 from aoquant.planning.heads import output_embeddings
 
-_LEAVE_OUT = "leave out --embeddings (in Python, leave it out of quantize_)"
+_LEAVE_OUT = "leave it out of quantize_, or out of --embeddings"
 _WIDTHS = (2, 4, 8)  # of codes that vLLM finds in a word of 32 bits
 
 

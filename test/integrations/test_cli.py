@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.export_cases import converted
 
 import aoquant
 from aoquant import cli, load_pretrained, ops, save_pretrained
@@ -399,6 +400,20 @@ def test_a_run_exports_for_the_engine_of_its_recipe(
     o = job.Options(recipe=recipe, out=tmp_path / "run", export=tmp_path / "served", device="cpu")
     assert f"{tmp_path}/served/file" in job.run(o).where_to_look(layout)
     assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", layout]
+
+
+@pytest.mark.parametrize(("weight", "ready"), [("intx4-g32", True), ("int4-g32", False)])
+def test_a_run_says_how_its_checkpoint_is_served_or_why_it_is_not(
+    weight: str, ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_pretrained(converted(weight), tmp_path / "run" / "checkpoint")
+    done = job.Result("int4-g32", tmp_path / "run", [], "", 0.0, 0, "", "", "", "")
+    monkeypatch.setattr(job, "run", lambda options: done)
+    monkeypatch.setattr(job.Result, "table", lambda self: "the table")
+    cli.main(["run", "--model", "a-model", "--recipe", "int4-g32", "--out", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert (f"aoquant export {tmp_path}/run/checkpoint --format compressed-tensors" in printed) is ready
+    assert ("not ready for an engine" in printed and "no scheme holds int4-g32" in printed) is not ready
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from aoquant import QATConfig, cli, coverage, export, load_pretrained, quantize_, save_pretrained
+from aoquant.integrations.lm_eval import evaluate
 from aoquant.integrations.plans import with_embeddings
 from aoquant.integrations.stream import convert_checkpoint
 from aoquant.linear.kinds import is_packed
@@ -166,3 +167,20 @@ def test_the_command_line_converts_embeddings(tmp_path: Path, capsys: pytest.Cap
     same, other = (load_pretrained(tmp_path / name) for name in ("same", "other"))
     assert (same.lm_head.weight.activation, same.model.embed_tokens.weight.activation) == ("fp8-row", "")
     assert (other.lm_head.weight.format, other.model.embed_tokens.weight.format) == ("q8_0", "q8_0")
+    with pytest.raises(SystemExit):
+        cli.main(["export", str(tmp_path / "same"), "--format", "modelopt", "--out", str(tmp_path / "served")])
+    said = capsys.readouterr().err
+    assert "embed_tokens: it is an embedding" in said and "Instead: leave out --embeddings" in said
+
+
+def test_the_command_line_scores_a_checkpoint_with_quantised_embeddings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a class that scales its rows, whose scale no file holds."""
+    model = made("gemma3")
+    quantize_(model, config(model, "int8-weight"))
+    save_pretrained(model, tmp_path / "saved", byte_level())
+    (tmp_path / "test.jsonl").write_text('{"page": "all that glitters is not gold"}')
+    how: Any = {"wikitext": str(tmp_path), "window": 16}
+    cli.evaluate(tmp_path / "saved", device="cpu", **how)
+    assert f"word perplexity {evaluate(model, byte_level(), **how).word_perplexity:.4f}" in capsys.readouterr().out

@@ -104,15 +104,18 @@ class Result:
         heads = ("stage", "seconds", "peak GB of a GPU", "tokens/s in training")
         return tabulate(rows, heads, tablefmt="github", floatfmt=("", ".1f", ".2f", ".0f"))
 
-    def where_to_look(self, layout: str | None) -> str:
+    def where_to_look(self, layout: str | None, refusal: str = "") -> str:
         """Return the files that a run left, which of them to open first, and what to do next.
 
-        layout: in which the user's own model is exported; None for the model that comes with the package.
+        layout: in which the user's own model is exported; None for the model that comes with the package. refusal: why
+        it would not be, "" where it would.
         """
         out, then = self.out, ""
         if layout is None:
             then = f", or another model:\n  aoquant run --model FOLDER --recipe {self.recipe} --train-text FILE"
             then += " --wikitext FOLDER --out OUT"
+        elif refusal:
+            then = f"\nit is not ready for an engine: {refusal}"
         elif self.exported is None:
             then = f"; to serve it:\n  aoquant export {out}/checkpoint --format {layout} --out served"
         return (
