@@ -21,9 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import aoquant
 from aoquant import cli
+from aoquant.integrations.text import assets
 from aoquant.ops import backend_names
 from aoquant.recipes import list_recipes
 from aoquant.targets import REASONS, supported
@@ -120,13 +122,42 @@ def test_shell_commands_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch, t
 def test_the_moe_page_goes_from_text_to_the_table(tmp_path: Path) -> None:
     """Its commands for a CPU run as they stand, one after another."""
     section = (ROOT / "docs/moe.md").read_text(encoding="utf-8").partition("## From text to the table")[2]
-    commands = 'aoquant() { python -m aoquant "$@"; }\n' + section.partition("```sh\n")[2].partition("```")[0]
     (tmp_path / "eval").symlink_to(ROOT / "eval")
+    assert "QAT, converted" in typed(section.partition("```sh\n")[2].partition("```")[0], tmp_path)
+
+
+@pytest.mark.slow
+def test_ones_own_model_goes_from_a_folder_to_a_served_one(tmp_path: Path) -> None:
+    """The page's commands for a CPU run as they stand, with a small model and little text under its names."""
+    size = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=8192, max_position_embeddings=512, **size)).save_pretrained(
+        tmp_path / "gemma"
+    )
+    AutoTokenizer.from_pretrained(assets()).save_pretrained(tmp_path / "gemma")
+    (tmp_path / "corpus.txt").write_text("all that glitters is not gold, often have you heard that told. " * 200)
+    (tmp_path / "held-out").mkdir()
+    pages = ('{"page": "many a man his life hath sold but my outside to behold"}\n',) * 2
+    (tmp_path / "held-out" / "test.jsonl").write_text("".join(pages))
+    text = (ROOT / "docs/your-model.md").read_text(encoding="utf-8").partition("## 3. Read the result")[2]
+    run, write = (block.partition("```")[0] for block in text.split("```sh\n")[1:3])
+    printed = typed(run + write, tmp_path)
+    assert "prepared against converted: minimum SQNR inf dB" in printed and "logits bit-equal to the run" in printed
+    assert "vllm serve served" in printed and "are what was written" in printed
+    served, trained = (tmp_path / folder for folder in ("served", "run/checkpoint"))
+    with torch.no_grad():
+        found = (aoquant.load_pretrained(f)(input_ids=torch.arange(16)[None]).logits for f in (served, trained))
+        assert torch.equal(*found)
+
+
+def typed(commands: str, folder: Path) -> str:
+    """Return what commands of a page print in a folder; none may fail."""
     paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        ["bash", "-ec", commands], cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
-    )
-    assert ran.returncode == 0 and "QAT, converted" in ran.stdout, ran.stderr
+        ["bash", "-ec", 'aoquant() { python -m aoquant "$@"; }\n' + commands],
+        cwd=folder, env=os.environ | paths, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def test_many_commands_are_looked_at() -> None:
