@@ -99,6 +99,23 @@ def test_frozen_parts_have_no_optimizer(folder: Path) -> None:
     assert whole.parts["trained model"] - part.parts["trained model"] == 2 * embedding
 
 
+@pytest.mark.parametrize(
+    ("device", "cached", "beside"), [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)]
+)
+def test_a_cached_teacher_takes_no_memory_of_a_gpu(
+    device: str, cached: bool, beside: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a model of 30 B parameters trains where two of them would not fit."""
+    traced = needs.Traced(30 * 10**9, 30 * 10**9, 1000, 64, 1, 1.0, 256)
+    made = {"trace": traced, "free_memory": 1 << 40, "_speed": 1e10, "chunk_rows": 8}
+    for name, value in made.items():
+        monkeypatch.setattr(needs, name, lambda *_, value=value: value)
+    o = options(folder, teacher_cache=folder / "cache" if cached else None)
+    o.device = device
+    found = needs.estimate(o)
+    assert found is not None and found.parts.get("float model", 0) == (60 * 10**9 if beside else 0)
+
+
 def test_a_run_that_does_not_fit_is_refused_before_it_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

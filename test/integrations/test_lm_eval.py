@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer  # n
 from support.models import llama_config  # noqa: E402
 
 from aoquant.integrations import text  # noqa: E402
-from aoquant.integrations.lm_eval import TASK, Perplexity, evaluate, write_task  # noqa: E402
+from aoquant.integrations.lm_eval import TASK, Perplexity, check_window, evaluate, write_task  # noqa: E402
 
 END = "<|endoftext|>"
 POSITIONS = 128
@@ -381,3 +382,12 @@ def test_bad_arguments_are_refused_by_name(
         given["tokenizer"] = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=name):
         evaluate(given.pop("model"), given.pop("tokenizer"), **given)
+
+
+@pytest.mark.parametrize(("positions", "window"), [(32768, 2048), (2048, 2048), (512, 512)])
+def test_a_window_is_2048_tokens_or_the_models_positions(tokenizer: Any, positions: int, window: int) -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=positions))
+    assert check_window(model, tokenizer, None) == window
+    assert check_window(model, tokenizer, 16) == 16
+    with pytest.raises(ValueError, match=f"at most .* = {positions}"):
+        check_window(model, tokenizer, positions + 1)

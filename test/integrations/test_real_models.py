@@ -357,3 +357,15 @@ def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
     assert f"<!-- measured -->\n\n{publish.kv_caches()}\n\n<!-- end of measured -->" in kv_page
     ours = [line for line in (*gemma, *scored) if line["stage"] == "qat" and not line["served"]]
     assert ours and [line["row"] for line in ours if line["equal"] != "True"] == []
+
+
+def test_no_row_is_behind_torchaos_on_the_same_text(real: Any) -> None:
+    """Of the same seed, tokens and rate, each as it is served: word perplexity, and KL within a tenth."""
+    publish, rows = (importlib.import_module(f"real_models.{name}") for name in ("publish", "rows"))
+    trained = publish.only(publish.read("real_gemma"), stage="qat", tokens=publish.TOKENS, seed="0")
+    for name, (recipe, *_) in rows.SERVED.items():
+        (ours,) = publish.only(trained, row=recipe)
+        (theirs,) = publish.only(trained, row=f"torchao-{name}", served=recipe)
+        assert ours["rate"] == theirs["rate"]
+        assert float(ours[publish.PERPLEXITY]) <= float(theirs[publish.PERPLEXITY]), recipe
+        assert float(ours["wikitext_kl"]) <= 1.1 * float(theirs["wikitext_kl"]), recipe

@@ -12,6 +12,7 @@ from support.export_cases import byte_level
 from support.killed import interrupted
 from support.meters import is_mapped
 from support.models import llama
+from tokenizers.processors import TemplateProcessing
 
 from aoquant import CalibrateConfig, calibrate_ptq, cli
 from aoquant.integrations.calibrated import calibration, convert_calibrated
@@ -95,3 +96,21 @@ def test_a_refused_export_says_that_the_converted_folder_is_there(folder: Path) 
     with pytest.raises(ValueError, match=r"(?s)out is written, and whole; .*served is not: .*self_attn"):
         cli.convert(folder / "model", "int4-g32", folder / "out", export=folder / "served")
     assert load_pretrained(folder / "out") is not None and not (folder / "served").exists()
+
+
+def test_calibration_begins_as_the_tokenizer_begins_documents(folder: Path) -> None:
+    """<bos> stands before each document and each sequence, where the tokenizer adds one."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"bos_token": "th"})
+    bos = tokenizer.bos_token_id
+    assert bos != tokenizer.eos_token_id
+    template = TemplateProcessing("th $A", special_tokens=[("th", bos)])
+    for adds in (False, True):
+        if adds:
+            tokenizer.backend_tokenizer.post_processor = template
+        tokenizer.save_pretrained(folder / "model")
+        batches = calibration(folder / "model", folder / "text.jsonl", 40, 48, "cpu", "auto")[2]
+        ids = torch.cat([batch["input_ids"] for batch in batches])
+        assert bool((ids[:, 0] == bos).all()) is adds
+        at = ids.flatten().eq(tokenizer.eos_token_id).nonzero().flatten()
+        assert len(at) and all((int(ids.flatten()[i + 1]) == bos) is adds for i in at if i + 1 < ids.numel())
