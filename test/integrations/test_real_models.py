@@ -353,6 +353,10 @@ def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
     page = (ROOT / publish.PAGE).read_text(encoding="utf-8")
     for name, made in publish.contents(gemma, scored, searched, minilm, demo).items():
         assert f"<!-- {name} -->\n\n{made}\n\n<!-- end of {name} -->" in page
+    assert (ROOT / "aoquant" / "tools" / "measured.csv").read_text(encoding="utf-8") == publish.measured(gemma)
+    first = f"{publish.readme(gemma)}\n\n{publish.wrapped(publish.source(gemma))}"
+    front = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- real models -->\n\n{first}\n\n<!-- end of real models -->" in front
     kv_page = (ROOT / publish.KV_PAGE).read_text(encoding="utf-8")
     assert f"<!-- measured -->\n\n{publish.kv_caches()}\n\n<!-- end of measured -->" in kv_page
     ours = [line for line in (*gemma, *scored) if line["stage"] == "qat" and not line["served"]]
