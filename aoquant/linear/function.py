@@ -276,7 +276,7 @@ def _repeated(
     if torch.is_grad_enabled():
         refuse_second_derivative()
     frame = frame._replace(random=random)
-    if repeats is None:
+    if repeats is None or torch.compiler.is_compiling():  # as compiled autograd does
         return _gradients(frame, tensors, grad)
     return repeats(functools.partial(_gradients, frame, tensors, grad), [grad, *tensors, random])
 

@@ -24,6 +24,7 @@ from torch._C import (
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
 )
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
 from . import router
@@ -192,5 +193,6 @@ def unusual(t: Tensor) -> bool:
         or router.forcing()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+        or compiled_autograd.compiled_autograd_enabled
         or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
     )

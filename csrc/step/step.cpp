@@ -98,6 +98,10 @@ struct QuantizedLinearBackward : Node {
 
   std::string name() const override { return "QuantizedLinearBackward"; }
 
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(false, "a quantised layer ran before compiled autograd was switched on: switch it on before the forward");
+  }
+
   void release_variables() override {
     std::lock_guard lock(mutex_);
     for (auto& variable : saved) variable.reset_data();

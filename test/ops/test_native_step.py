@@ -1,19 +1,25 @@
-"""The step library: wrong arguments, another torch's library, and blocks that choose kernels."""
+"""The step library: wrong arguments, another torch's library, compiled autograd, and blocks that choose kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.bits import same_bytes
 from support.cpu_library import with_library, with_step_library
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.autograd.function import BackwardCFunction
 
-from aoquant import ops
+from aoquant import ops, quantize_
 from aoquant.linear import replay
-from aoquant.ops import native_step, router, sources
+from aoquant.ops import native_step, repeat, router, sources
+from aoquant.recipes import get_recipe
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +59,29 @@ def test_a_library_of_another_torch_is_not_loaded(library: Path, tmp_path: Path)
     )
     assert "another torch" in str(native_step._load(other))
     assert native_step._load(tmp_path / "absent.so") is not None and not sources.holds(library, "no such text")
+
+
+def test_compiled_autograd_is_switched_on_before_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    model = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16))
+    quantize_(model, get_recipe("int4-g128").prepare())
+    compiled = partial(compiled_autograd._enable, torch.compile(backend="eager"))
+
+    def step(around_all: Any = nullcontext, around_backward: Any = nullcontext) -> tuple[Tensor | None, bool]:
+        x = torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True)
+        with around_all():
+            y = model(x)
+            with around_backward():
+                y.backward(torch.ones_like(y))
+        return x.grad, isinstance(y.grad_fn, BackwardCFunction)
+
+    grads, in_python = zip(*[step() for _ in range(6)], strict=True)
+    assert in_python == (True,) * 4 + (False,) * 2
+    got, in_python_again = step(around_all=compiled)
+    assert in_python_again and all(map(same_bytes, grads, [got] * 6))
+    with pytest.raises(RuntimeError, match="before the forward"):
+        step(around_backward=compiled)
 
 
 def test_a_watcher_is_told_of_blocks_that_are_open() -> None:
