@@ -42,7 +42,7 @@ USES = [
         "whether a call is ordinary, asked in every call: public ways ask for one device or mode, or there is none",
     ),
     ("torch.autograd.forward_ad", "_current_level", "the same for forward-mode derivatives"),
-    ("torch", "_dynamo", "compiled autograd is to trace a backward, and has no public way to ask whether it will"),
+    ("torch._dynamo", "compiled_autograd", "it is to trace a backward, and has no public way to ask whether it will"),
     (
         "torch._C",
         "DisableTorchFunctionSubclass",
