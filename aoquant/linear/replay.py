@@ -153,10 +153,11 @@ def learn(kind: repeat.Kind, x: Tensor, w: Tensor, bias: Tensor | None, given: A
     gradients: the backward (`Gradients`), of the gradient, the saved tensors and the state of random numbers; None
         where there is none.
     """
-    if kind.left_to_library or (True in needs and not _step_library()):
+    shared = given.rows, given.columns
+    if kind.left_to_library or InputCodes in map(type, shared) or (True in needs and not _step_library()):
         return
     note, program = kind.note, kind.program
-    of_rows, of_columns = [None if codes is None else codes.found for codes in (given.rows, given.columns)]
+    of_rows, of_columns = [None if codes is None else codes.found for codes in shared]
     arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
     missing = sum(1 << i for i, t in enumerate(arguments) if t is None)
     family, backward = _forwards.family(missing, *how), note.backward.only_family
@@ -166,7 +167,7 @@ def learn(kind: repeat.Kind, x: Tensor, w: Tensor, bias: Tensor | None, given: A
         if backward is None:
             return
         _tell(kind, x, given, needs, gradients, backward)
-    rest = given.rows, given.columns, of_rows, of_columns, (given.recipe, given.rank)
+    rest = *shared, of_rows, of_columns, (given.recipe, given.rank)
     _forwards.told[_brief(bias, tuple(needs[:3]), *rest)] = family
     kind.left_to_library = True
 

@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <tuple>
@@ -109,10 +110,12 @@ struct QuantizedLinearBackward : Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
-    std::lock_guard lock(mutex_);
-    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
     Tensors given{gradients[0].defined() ? std::move(gradients[0]) : input_metadata(0).zeros_like()};
-    for (const auto& variable : saved) given.push_back(variable.unpack(getptr()));
+    {
+      std::lock_guard lock(mutex_);
+      TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+      for (const auto& variable : saved) given.push_back(variable.unpack(getptr()));
+    }
     if (random.defined()) given.push_back(random);
     Tensors made = gradients_of(given);
     if (random.defined()) random.slice(0, 2).add_(1);  // the step
@@ -129,7 +132,12 @@ struct QuantizedLinearBackward : Node {
     static const auto python = op<Tensors(int64_t, at::TensorList)>("aoquant_step::gradients");
     if (!at::GradMode::is_enabled() && ordinary(given)) {
       const Library& library = Library::of(given[0]);
-      if (int64_t program = library.find.call(kind->family, given); program >= 0) return library.run.call(program, given);
+      if (int64_t program = library.find.call(kind->family, given); program >= 0) {
+        try {
+          return library.run.call(program, given);
+        } catch (const std::exception&) {  // the backward's own error comes from its steps, one by one
+        }
+      }
     }
     return python.call(kind->number, given);
   }
