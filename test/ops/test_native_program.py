@@ -74,3 +74,10 @@ def test_the_words_of_a_compiled_kernel() -> None:
     for other in (None, [], [{**of_x, "fp4_padded": True}]):  # None, []: descriptors that the device reads
         assert native(tensordesc_meta=other) is None
     assert native(launch_pdl=True) is native(num_ctas=2) is native(global_scratch_size=8) is None
+
+
+def test_only_a_plain_tensor_of_the_programs_device_is_made_by_words() -> None:
+    t, cpu, meta = torch.empty(2, 3), torch.device("cpu"), torch.device("meta")
+    assert native_program.make(t, cpu, 0) is not None
+    others = (t, meta), (t.to(meta), cpu), (t.to_sparse(), cpu), (t.to(torch.complex64), cpu)
+    assert [native_program.make(other, device, 0) for other, device in others] == [None] * 4
