@@ -72,7 +72,7 @@ int64_t key(int64_t program, bool cuda) { return 2 * program + cuda; }
 
 // Whether programs may read these tensors: nothing watches operators, chooses kernels or stands for a tensor.
 bool ordinary(const Tensors& tensors) {
-  constexpr c10::DispatchKeySet strange({c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+  constexpr c10::DispatchKeySet strange({c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
                                          c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Sparse, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   if (paused != 0 || c10::impl::dispatch_mode_enabled() || at::impl::torch_function_mode_enabled()) return false;
   if (at::autocast::is_autocast_enabled(tensors[0].device().type())) return false;
@@ -139,28 +139,32 @@ struct QuantizedLinearBackward : Node {
         }
       }
     }
-    return python.call(kind->number, given);
+    // straight to Python's: functorch has no rule for this operator, and sees those that it calls
+    return python.redispatch(c10::DispatchKeySet(given[0].is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU), kind->number, given);
   }
 };
 
 // Results of a forward of `family` that autograd does not keep, y first, with y's node, and Python's number of its kind;
-// nothing and -1 where the call is not known. given: x, w, bias where there is one, and what else forward reads.
+// nothing and -1 where the call is not known, or its program fails. given: x, w, bias where there is one, and what else
+// forward reads.
 std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, const std::optional<Tensor>& random) {
   TORCH_CHECK(given.size() >= 2, "a forward has an input and a weight");
-  const Library& library = Library::of(given[0]);
-  const int64_t program = library.find.call(family, given);
   std::shared_ptr<const Kind> kind;
-  {
-    std::lock_guard lock(mutex);
-    if (auto found = kinds.find(key(program, given[0].is_cuda())); program >= 0 && found != kinds.end()) kind = found->second;
-  }
-  if (kind == nullptr) return {Tensors(), -1};
-  TORCH_CHECK(bias.has_value() || (kind->asked >> 2 & 1) == 0, "a forward has no bias to give a gradient");
   Tensors made;
-  {
+  try {
+    const Library& library = Library::of(given[0]);
+    const int64_t program = library.find.call(family, given);
+    {
+      std::lock_guard lock(mutex);
+      if (auto found = kinds.find(key(program, given[0].is_cuda())); program >= 0 && found != kinds.end()) kind = found->second;
+    }
+    if (kind == nullptr) return {Tensors(), -1};
     at::NoGradGuard no_grad;
     made = library.run.call(program, given);
+  } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one; a hook's is the caller's
+    return {Tensors(), -1};
   }
+  TORCH_CHECK(bias.has_value() || (kind->asked >> 2 & 1) == 0, "a forward has no bias to give a gradient");
   TORCH_CHECK(int64_t(made.size()) > kind->saved, "a forward makes ", made.size(), " tensors and saves ", kind->saved);
   auto node = make_node<QuantizedLinearBackward>();
   torch::autograd::edge_list edges;

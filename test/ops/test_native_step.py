@@ -1,4 +1,5 @@
-"""The step library: wrong arguments, another torch's library, compiled autograd, and blocks that choose kernels."""
+"""The step library: wrong arguments, another torch's library, compiled autograd and functorch, and blocks that choose kernels.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +93,29 @@ def test_a_watcher_is_told_of_blocks_that_are_open() -> None:
             pass
     assert told == [1, 1, -1, -1]
     router._watchers.remove(told.append)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Return a layer whose steps on (2, 128) the library runs."""
+    monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    model = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16))
+    quantize_(model, get_recipe("int4-g128").prepare())
+    for _ in range(6):
+        y = model(tokens())
+        y.backward(torch.ones_like(y))
+    assert not isinstance(y.grad_fn, BackwardCFunction)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True)
+
+
+def test_vmap_goes_through_a_backward(model: nn.Module) -> None:
+    x = tokens()
+    y, grads = model(x), torch.randn(3, 2, 128, dtype=torch.bfloat16)
+    one = partial(torch.autograd.grad, y, x, retain_graph=True)
+    got = torch.func.vmap(lambda grad: one(grad)[0])(grads)
+    assert torch.equal(got, torch.stack([one(grad)[0] for grad in grads]))
