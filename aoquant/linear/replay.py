@@ -113,13 +113,13 @@ def step(
         for codes in (of_rows, of_columns):
             if codes is not None:
                 given += [t for t in codes[:4] if t is not None]
-        try:
-            if True not in needs:
-                made, number = family.run(family.number, given)
-                return (made[0] if made else None), rows, columns
-            made, number = native_step.operator("forward")(family.number, given, bias, random)
-        except RuntimeError:  # the call's own error comes from its steps, one by one
-            number = -1
+        if True not in needs:
+            try:
+                made, _ = family.run(family.number, given)
+            except RuntimeError:  # the call's own error comes from its steps, one by one
+                made = None
+            return (made[0] if made else None), rows, columns
+        made, number = native_step.operator("forward")(family.number, given, bias, random)
         if number >= 0:
             left_by_call = _known[number].left
             if left_by_call is not None:

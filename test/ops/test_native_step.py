@@ -1,4 +1,5 @@
-"""The step library: wrong arguments, another torch's library, compiled autograd and functorch, and blocks that choose kernels.
+"""The step library: wrong arguments, another torch's library, compiled autograd and functorch, hooks that raise,
+and blocks that choose kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from support.cpu_library import with_library, with_step_library
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 
 from aoquant import ops, quantize_
 from aoquant.linear import replay
@@ -119,3 +121,28 @@ def test_vmap_goes_through_a_backward(model: nn.Module) -> None:
     one = partial(torch.autograd.grad, y, x, retain_graph=True)
     got = torch.func.vmap(lambda grad: one(grad)[0])(grads)
     assert torch.equal(got, torch.stack([one(grad)[0] for grad in grads]))
+
+
+def test_an_error_of_a_hook_of_saved_tensors_is_the_callers(model: nn.Module) -> None:
+    calls = list[Tensor]()
+
+    def pack(t: Tensor) -> Tensor:
+        calls.append(t)
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"), saved_tensors_hooks(pack, lambda t: t):
+        model(tokens())
+    assert len(calls) == 1
+
+
+def test_a_program_that_fails_is_left_to_python() -> None:
+    """An error of the forward's own, by a program that reads a tensor before any is there."""
+    cpu, given = torch.ops.aoquant_cpu, pair()
+    program = cpu.program_make([4, 0, 1, 4, 1, 2, 1, 3], "", 2, [])
+    cpu.family_bind(1 << 41, program, given)
+    operator("learn")(program, False, 1 << 41, 1 << 41, 0, 1)
+    with pytest.raises(RuntimeError, match="not there"):
+        cpu.program_run(program, given)
+    assert operator("forward")(1 << 41, given, None, None) == ([], -1)
+    cpu.family_forget(1 << 41)
+    cpu.program_forget(program)
