@@ -13,6 +13,7 @@ weight, or where its weight is sharded.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -199,12 +200,14 @@ def _step_library() -> bool:
     """Return whether the step library is there; the first time, give it `_gradients`."""
     if native_step.why_not() is not None:
         return False
-    if not _implementation:
-        _implementation.append(torch.library.Library("aoquant_step", "IMPL"))
-        _implementation[0].impl("gradients", _gradients, "CompositeImplicitAutograd")
+    with _registering:
+        if not _implementation:
+            _implementation.append(torch.library.Library("aoquant_step", "IMPL"))
+            _implementation[0].impl("gradients", _gradients, "CompositeImplicitAutograd")
     return True
 
 
+_registering = threading.Lock()
 _implementation: list[torch.library.Library] = []  # an operator goes with the `Library` that made it
 
 

@@ -1,10 +1,12 @@
-"""The step library: wrong arguments, another torch's library, compiled autograd and functorch, hooks that raise,
-and blocks that choose kernels.
+"""The step library: wrong arguments, another torch's library, compiled autograd and functorch, hooks and threads that
+raise or race, and blocks that choose kernels.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -146,3 +148,23 @@ def test_a_program_that_fails_is_left_to_python() -> None:
     assert operator("forward")(1 << 41, given, None, None) == ([], -1)
     cpu.family_forget(1 << 41)
     cpu.program_forget(program)
+
+
+def test_threads_that_learn_at_once_give_the_library_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Any]()
+
+    class Slow:
+        def __init__(self, *_: Any) -> None:
+            time.sleep(0.05)
+            made.append(self)
+            self.ready = False
+
+        def impl(self, *_: Any) -> None:
+            time.sleep(0.05)
+            self.ready = True
+
+    monkeypatch.setattr(replay, "_implementation", [])
+    monkeypatch.setattr(torch.library, "Library", Slow)
+    with ThreadPoolExecutor(4) as pool:
+        ready = list(pool.map(lambda _: replay._step_library() and made[0].ready, range(4)))
+    assert ready == [True] * 4 and len(made) == 1
