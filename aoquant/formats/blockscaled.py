@@ -190,13 +190,14 @@ class NVFP4(Format):
         return Encoded(layout.pack(codes, 4), scale, None, s.outer, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return self._times(e, e.scales.float()).to(dtype)
+        return e2m1_times(self, e, e.scales.float()).to(dtype)
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return e.outer
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return self._times(e, e.scales.float() if e.outer is None else e.outer * e.scales.float()).to(dtype)
+        scale = e.scales.float() if e.outer is None else e.outer * e.scales.float()
+        return e2m1_times(self, e, scale).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         limit = e.scales.float() * (e.outer if e.outer is not None else 1.0) * rounding_limit("e2m1")
@@ -207,9 +208,6 @@ class NVFP4(Format):
 
     def inside(self, e: Encoded) -> Tensor:
         return off_zero(self, e)
-
-    def _times(self, e: Encoded, scale: Tensor) -> Tensor:
-        return self._blocks(e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)
 
 
 def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:
@@ -228,3 +226,8 @@ def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX,
 def e2m1_values(e: Encoded) -> Tensor:
     """(R, K) float32 values of packed e2m1 codes."""
     return layout.lookup(e.codes, from_e2m1(torch.arange(16, dtype=torch.uint8, device=e.codes.device)), e.k)
+
+
+def e2m1_times(format: Format, e: Encoded, scale_RG: Tensor) -> Tensor:
+    """(R, K) float32 values of packed e2m1 codes, times the scales of their blocks."""
+    return format._blocks(e2m1_values(e)).mul_(scale_RG.unsqueeze(-1)).flatten(1)

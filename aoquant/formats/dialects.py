@@ -39,7 +39,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales, off_zero
-from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_values
+from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_times
 from .elements import E2M1_MAX, FLOAT32_MAX, rounding_limit, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide, e8m0_values, reciprocal, sum_by_pairs, visible_e8m0
@@ -82,13 +82,10 @@ class _E2M1(Format):
         raise NotImplementedError
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return self._times(e, self.scales(e)).to(dtype)
+        return e2m1_times(self, e, self.scales(e)).to(dtype)
 
     def inside(self, e: Encoded) -> Tensor:
         return off_zero(self, e)
-
-    def _times(self, e: Encoded, scale_RG: Tensor) -> Tensor:
-        return self._blocks(e2m1_values(e)).mul_(scale_RG.unsqueeze(-1)).flatten(1)
 
     def _any_code(self, e: Encoded) -> Tensor:
         """(R, G) bool: whether a block has a code other than zero."""
@@ -160,7 +157,7 @@ class MXFP4Dialect(_E2M1):
         return torch.full((1, 1), self.post, dtype=torch.float32, device=e.codes.device)
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return self._times(e, self.scales(e) * self.post).to(dtype)
+        return e2m1_times(self, e, self.scales(e) * self.post).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         return (self._scaled(x_RK, e.scales).abs() >= E2M1_MAX).flatten(1)
@@ -265,7 +262,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         return e.outer if self.post == 1 else e.outer * self.post
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return self._times(e, self._steps(e)).to(dtype)
+        return e2m1_times(self, e, self._steps(e)).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         step = self._steps(e).unsqueeze(-1)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Scales, off_zero
-from .blockscaled import e2m1_values
+from .blockscaled import e2m1_times
 from .contest import METRICS, TOP, Contest, Outer, e4m3
 from .elements import E2M1_MAX, from_float8, rounding_limit
 from .fixed import OneScale, constants, fixed_name
@@ -149,8 +149,7 @@ class FourOverSix(OneScale):
         return Encoded(packed, scale.view(-1, k // self.block), None, t, k)
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        s_RG = self._signed(e)
-        return self._blocks(e2m1_values(e)).mul_(s_RG.unsqueeze(-1)).flatten(1).to(dtype)
+        return e2m1_times(self, e, self._signed(e)).to(dtype)
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return e.outer
