@@ -66,14 +66,14 @@ def _float8_dynamic(config: Any) -> Target:
 
 def _mslk(format: Int4 | Int4Float8 | Int4Float8Row, activation: Float8Mslk | None, *, shuffled: bool) -> Target:
     """Return the target of MSLK's kernels: codes as they are, or shuffled; activations bfloat16, or fp8 per row."""
-    multiple = 64 if activation is None else 128
+    contract = "bias_after" if activation is None else "fp8_bias_after"
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         if shuffled and (n % 16 or k % 64):
             return (
                 f"MSLK's preshuffled int4 needs N % 16 == 0 and K % 64 == 0, got N = {n}, K = {k}: leave the layer out"
             )
-        if reason := mslk.int4_limit(n, k, format.group, multiple):
+        if reason := mslk.int4_limit(n, k, format.group, contract):
             return reason
         if dtype == torch.float16:
             return "the MSLK int4 kernel takes bfloat16 activations: cast the layer from float16 to bfloat16"
@@ -89,7 +89,6 @@ def _mslk(format: Int4 | Int4Float8 | Int4Float8Row, activation: Float8Mslk | No
         scales = {"group_zero": zero_GN} if e.outer is None else {"row_scale": e.outer.flatten()}
         return Int4PreshuffledTensor(*_shuffled(codes, scale_GN), [1, format.group], w.shape, **scales)
 
-    contract = "bias_after" if activation is None else "fp8_bias_after"
     kind = "Int4PreshuffledTensor" if shuffled else "Int4Tensor"
     return Target(LinearRecipe(activation, format, contract), build, kind, limit)
 

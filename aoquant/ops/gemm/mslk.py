@@ -67,10 +67,9 @@ def _find(name: str) -> tuple[Callable[..., Any] | None, str | None]:
     return None, f"no package here has the MSLK operator {name} ({', '.join(problems)}): install mslk-cuda"
 
 
-def int4_limit(n: int, k: int, group: int, multiple: int) -> str | None:
-    """Return why the plain int4 kernels cannot take an (n, k) weight in groups of `group`; multiple: 64 for bf16
-    activations, 128 for fp8.
-    """
+def int4_limit(n: int, k: int, group: int, contract: str) -> str | None:
+    """Return why the plain int4 kernel of `contract` cannot take an (n, k) weight in groups of `group`."""
+    multiple = 64 if contract == "bias_after" else 128  # with bf16 activations, and with fp8
     if group % multiple and group != k:
         return (
             f"the MSLK int4 kernel returns wrong numbers, silently, for groups that are not a multiple of {multiple}, got {group}: "
@@ -86,10 +85,9 @@ def _why_not(r: Request) -> str | None:
         return f"computes {', '.join(OPERATORS)}, not {r.contract}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] != 9:
         return "the MSLK kernels need a Hopper GPU (compute capability 9.0)"
-    if r.w_format.element == "int4" and r.w_format.block:
-        multiple = 64 if r.contract == "bias_after" else 128
-        if (reason := int4_limit(r.n, r.k, r.w_format.block, multiple)) is not None:
-            return reason
+    group = r.w_format.block if r.w_format.element == "int4" else None
+    if group and (reason := int4_limit(r.n, r.k, group, r.contract)) is not None:
+        return reason
     return why_not_operator(_name(r.contract, r.w_format))
 
 
