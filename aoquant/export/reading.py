@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from transformers import PreTrainedModel
 from aoquant._messages import AoquantWarning
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
-from aoquant.export.joined import joined_rows
 from aoquant.export.kv_cache import attach_scheme
 from aoquant.files.stored_names import Piece
 from aoquant.formats import Encoded, Format, Operand, get_format, layout
@@ -255,3 +255,29 @@ def _activation(args: QuantizationArgs | None, parts: dict[str, Tensor]) -> Form
     raise ValueError(
         f"activations of {args.num_bits} bits ({args.type}), strategy {args.strategy}, dynamic={args.dynamic}"
     )
+
+
+def joined_rows(parts: Sequence[PackedTensor]) -> PackedTensor:
+    """The weight whose rows are those of `parts`, such as q, k and v, in order; codes and scales are copied.
+
+    Raises:
+        ValueError: they differ in format, activations, contract, columns or dtype, or have scales of their own for all
+            of their rows.
+    """
+    first = parts[0]
+    facts = [(p.format, p.activation, p.contract, p.k, p.dtype) for p in parts]
+    if wrong := [fact for fact in facts if fact != facts[0]]:
+        raise ValueError(f"rows of one weight are quantised as {facts[0]} and as {wrong[0]}")
+    names = (*PackedTensor.tensor_data_names, *PackedTensor.optional_tensor_data_names)
+    joined = list[Tensor | None]()
+    for pieces in zip(*([getattr(p, name) for name in names] for p in parts), strict=True):
+        given = [t for t in pieces if t is not None]
+        if len(given) < len(pieces) or all(len(t) == len(p) for t, p in zip(given, parts, strict=True)):
+            joined.append(torch.cat(given) if given else None)
+        elif all(torch.equal(t, given[0]) for t in given) and len(given[0]) == 1:
+            joined.append(given[0])
+        elif first.weight_format.tile_rows > 1 and not any(len(p) % first.weight_format.tile_rows for p in parts):
+            joined.append(torch.cat(given))
+        else:
+            raise ValueError(f"rows of one weight have a scale ({first.format}) for each of {len(parts)} parts")
+    return first._with(joined)

@@ -16,7 +16,7 @@ from torchao.quantization import FqnToConfig
 
 import aoquant
 from aoquant import IntxWeightConfig, MXFP4WeightConfig, QATConfig
-from aoquant.export.joined import joined_rows
+from aoquant.export.reading import joined_rows
 from aoquant.integrations.vllm_experts import multiplied
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]

@@ -32,7 +32,7 @@ from aoquant import (
 )
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.prepared import QATExperts
-from aoquant.export.joined import joined_rows
+from aoquant.export.reading import joined_rows
 from aoquant.linear.tensor import PackedTensor, same_bits
 from aoquant.report import verify
 
