@@ -38,10 +38,9 @@ from aoquant.linear.packed import PackedLinear, adopt, described
 from aoquant.linear.prepared import Prepared, QATLayer, QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import adapters, caches, coverage, fused, half
-from aoquant.planning.changes import Change, Chosen
+from aoquant.planning.changes import Change, Chosen, restoring
 from aoquant.planning.choose import Filter, each, is_asked
 from aoquant.planning.plan import Plan, ours, plan
-from aoquant.planning.restore import restoring
 from aoquant.planning.stack_changes import apply as apply_stack
 from aoquant.planning.tied import identity
 from aoquant.recipes import trained

@@ -29,8 +29,8 @@ from aoquant.linear.kinds import kind_of
 from aoquant.linear.prepared import Prepared
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
+from aoquant.planning.changes import restoring
 from aoquant.planning.plan import prepare_target
-from aoquant.planning.restore import restoring
 from aoquant.quantize import config_of, packed_stacks, quantize_
 
 _STEPS = 4  # floats that a weight may move

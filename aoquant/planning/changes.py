@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Scales
 from aoquant.linear.kinds import Kind
 from aoquant.targets import Target
@@ -55,3 +57,24 @@ class Change(Chosen):
     def matrix(self) -> Tensor:
         """The float weight of a layer as (N, K)."""
         return self.kind.matrix(self.weight.detach())
+
+
+@contextmanager
+def restoring(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put `modules` back, the objects that they are, when the block raises anything, an interrupt too."""
+    before = [(m, m.__class__, [(held, dict(held)) for held in _held_by(m)]) for m in modules]
+    try:
+        yield
+    except BaseException:
+        for module, cls, dictionaries in before:
+            module.__class__ = cls
+            for held, was in dictionaries:
+                held.clear()
+                held.update(was)
+        raise
+
+
+def _held_by(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries that a change writes to."""
+    stacks = [module.stacks] if isinstance(module, QATExperts) else []
+    return [module.__dict__, module._parameters, module._buffers, *stacks]

@@ -30,10 +30,9 @@ from aoquant.linear import direct_reads, fast_path, replaced
 from aoquant.linear.prepared import QATLinear
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning import caches
-from aoquant.planning.changes import Change
+from aoquant.planning.changes import Change, restoring
 from aoquant.planning.choose import Filter
 from aoquant.planning.plan import plan_layer
-from aoquant.planning.restore import restoring
 from aoquant.ptq import blocks, clip, experts, fold, gptq, links, offload, resume, rotate
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.gram import InputGram, multiplied
