@@ -377,9 +377,7 @@ class _Run:
             change = plan_layer(layer, QATConfig(step="convert"), fqn)
             assert change is not None
             if why_not_run(change.target, layer.weight.device, change.dtype, *change.matrix().shape) is not None:
-                scales = layer.deployed_input_scales()
-                target = change.target if scales is None or change.target.fix is None else change.target.fix(scales)
-                self.later.append(dataclasses.replace(change, target=target))
+                self.later.append(change)
                 change = dataclasses.replace(change, target=packed_target(layer.prepared.recipe.deployed))
             apply(change if encoded is None else dataclasses.replace(change, codes=[encoded]))
             return
