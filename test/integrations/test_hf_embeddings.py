@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.checkpoint_configs import OURS, TORCHAO
-from support.models import IDS, llama, logits
+from support.models import IDS, everything, llama, logits
 from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
@@ -22,13 +22,9 @@ from aoquant.integrations import hf
 CONFIGS = {name: (OURS | TORCHAO)[name] for name in ("int4-g32", "int8", "nvfp4", "intx", "int8-weight", "fp8-weight")}
 
 
-def every(module: nn.Module, fqn: str) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
-
-
 def trained(config: Any, tied: bool = True) -> LlamaForCausalLM:
     model = llama(tied=tied)
-    quantize_(model, QATConfig(config, step="prepare"), filter_fn=every)
+    quantize_(model, QATConfig(config, step="prepare"), filter_fn=everything)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -94,7 +90,7 @@ def test_one_of_a_pair_that_the_config_ties_is_refused(tmp_path: Path) -> None:
 def test_the_config_alone_quantises_the_same_layers_of_the_float_model(tmp_path: Path) -> None:
     model = llama(tied=True)
     model.save_pretrained(tmp_path)
-    quantize_(model, Int4WeightConfig(32), filter_fn=every)
+    quantize_(model, Int4WeightConfig(32), filter_fn=everything)
     config = hf.attach(model)
     assert isinstance(config.quant_type, FqnToConfig)
     again = AutoModelForCausalLM.from_pretrained(
@@ -114,7 +110,7 @@ def test_transformers_takes_embeddings_along_as_it_loads(name: str, how: str, tm
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=TorchAoConfig(asked, include_input_output_embeddings=True)
     )
-    quantize_(model, config, every)
+    quantize_(model, config, everything)
     for end in ("model.embed_tokens", "lm_head"):
         found, wanted = loaded.get_submodule(end), model.get_submodule(end)
         assert type(found) is type(wanted) and type(found.weight) is type(wanted.weight)

@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from support.models import IDS, NARROW, llama, logits
+from support.models import IDS, NARROW, everything, llama, logits
 from support.peft_options import EXACT, NAMED, REFUSED, config_of, lora
-from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers import LlamaForCausalLM
 
@@ -29,11 +28,6 @@ from aoquant.linear.prepared import QATLayer, QATLinear
 from aoquant.planning import fused
 
 INT4 = Int4WeightConfig(32)
-
-
-def every(module: nn.Module, fqn: str) -> bool:
-    """As a user's filter chooses layers, of whom none thinks of adapters' own."""
-    return isinstance(module, nn.Linear | nn.Embedding)
 
 
 def narrow() -> LlamaForCausalLM:
@@ -94,7 +88,7 @@ def agree(config: QATConfig, options: dict[str, Any], filter_fn: Any = None) -> 
     ],
 )
 def test_an_option_is_what_it_is_on_a_prepared_model(options: dict[str, Any]) -> None:
-    assert agree(QATConfig(INT4), options, every)["gradients"]
+    assert agree(QATConfig(INT4), options, everything)["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +155,7 @@ def unchanged_after(model: Any, config: Any, reason: str) -> None:
     """Assert that a step is refused, and leaves the model what it is."""
     kinds = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match=reason):
-        quantize_(model, config, every)
+        quantize_(model, config, everything)
     assert [type(m) for m in model.modules()] == kinds
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,12 @@ import pytest
 import torch
 from support.gpu import LateResult
 from support.light_runs import lightly
+from support.models import tiny_llama
 from support.two_ranks import on_two_ranks
 from torch.multiprocessing import SimpleQueue
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from aoquant import QATConfig, cli, quantize_
+from aoquant import cli
 from aoquant.files.safetensors_file import header
 from aoquant.integrations import finetune as finetune_module
 from aoquant.integrations import job
@@ -36,16 +38,7 @@ from aoquant.integrations.lm_eval import evaluate
 ROOT = Path(__file__).parents[2]
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
 STEPS = 4
-
-
-def llama(recipe: str | None, vocabulary: int = 32) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, tie_word_embeddings=True, **size)
-    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    if recipe:
-        quantize_(model, QATConfig(recipe))
-    return model
+llama = partial(tiny_llama, num_hidden_layers=2)
 
 
 def tune(model: Any, checkpoints: Path | None, loss: str = "kl", *, shared: bool = True) -> list[float]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.gpu import LateResult
 from support.light_runs import light_runs
+from support.models import tiny_llama
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_
@@ -29,16 +30,6 @@ from aoquant.recipes import list_recipes
 
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
 light = pytest.fixture(autouse=True)(light_runs)
-
-
-def llama(recipe: str | None = None, vocabulary: int = 32, **size: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, **size}
-    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
-    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    if recipe:
-        quantize_(model, QATConfig(recipe))
-    return model
 
 
 def tune(model: Any, steps: int = 20, **options: Any) -> list[float]:
@@ -119,7 +110,7 @@ def test_fake_quantisation_begins_after_n_steps(monkeypatch: pytest.MonkeyPatch,
         seen.append({m.fake_quant for m in model.modules() if isinstance(m, PreparedModule)})
         return step(model, *args, **options)
 
-    late, early, plain = llama("int4-g32"), llama("int4-g32"), llama()
+    late, early, plain = tiny_llama("int4-g32"), tiny_llama("int4-g32"), tiny_llama()
     losses = tune(plain, 6)
     monkeypatch.setattr(tuning, "block_loss", watched)
     late_losses = tune(late, 6, fake_quant_after_n_steps=4)
@@ -143,10 +134,10 @@ def test_training_ends_when_it_is_enough_and_goes_on_from_there(
         looks.append(1)
         return len(looks) % 3 == 0
 
-    model = llama("int4-g32")
+    model = tiny_llama("int4-g32")
     losses = tune(model, 40, enough=third, checkpoints=tmp_path)
     assert len(losses) == 6 and len(looks) == 3  # every second step of 40
-    again = llama("int4-g32")
+    again = tiny_llama("int4-g32")
     assert tune(again, 40, enough=lambda _: True, checkpoints=tmp_path) == losses
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
@@ -154,7 +145,7 @@ def test_training_ends_when_it_is_enough_and_goes_on_from_there(
 def test_a_checkpoint_is_written_at_the_end_where_none_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
     monkeypatch.setattr(finetune_checkpoints.Checkpoints, "save", lambda self, step: saved.append(step))
-    tune(llama(), 2, checkpoints=tmp_path)
+    tune(tiny_llama(), 2, checkpoints=tmp_path)
     assert saved == [2]
 
 
@@ -168,7 +159,7 @@ def test_validation_blocks_are_the_last_and_are_not_trained_on() -> None:
 
 
 def test_the_validation_loss_is_the_mean_over_tokens() -> None:
-    model = llama().train()
+    model = tiny_llama().train()
     with torch.no_grad():
         expected = model(input_ids=BLOCKS, labels=BLOCKS).loss
     assert validation_loss(model, BLOCKS, shared=False) == pytest.approx(float(expected), rel=1e-4)
@@ -186,7 +177,7 @@ def test_the_best_rate_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_frozen_modules_are_named() -> None:
-    model = llama()
+    model = tiny_llama()
     freeze(model, ["model.embed_tokens", r"re:.*\.q_proj"])
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"}
@@ -197,7 +188,7 @@ def test_frozen_modules_are_named() -> None:
 
 
 def test_a_student_shares_what_is_frozen_with_its_teacher() -> None:
-    teacher = llama(num_hidden_layers=2)
+    teacher = tiny_llama(num_hidden_layers=2)
     freeze(teacher, ["model.embed_tokens", "model.layers.0"])
     student = alias(teacher, frozen=True)
     quantize_(student, QATConfig("int4-g32"))
@@ -250,7 +241,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return Perplexity(math.exp(-nats), 2.0, 1.0, **rest, **texts, loglikelihoods=(nats, nats - 1), words=(10, 11))
 
     monkeypatch.setattr(job, "evaluate", evaluate)
-    llama(vocabulary=8192).save_pretrained(tmp_path / "model")
+    tiny_llama(vocabulary=8192).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(job.assets()).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("all that glitters is not gold, often have you heard that told. " * 40)
     (tmp_path / "test.jsonl").write_text('{"page": "all that glitters"}')

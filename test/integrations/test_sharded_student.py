@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import tiny_llama
 from support.two_ranks import make
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 import aoquant
 from aoquant import QATConfig, quantize_
@@ -23,16 +25,7 @@ from aoquant.integrations.teacher_cache import cached_teacher
 from aoquant.integrations.text import assets
 
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
-
-
-def llama(recipe: str | None, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=33, max_position_embeddings=32, tie_word_embeddings=True, **size)
-    model = LlamaForCausalLM._from_config(config, dtype=dtype)
-    if recipe:
-        quantize_(model, QATConfig(recipe))
-    return model
+llama = partial(tiny_llama, vocabulary=33, dtype=torch.float32, num_hidden_layers=2)
 
 
 def tune(model: Any, teacher: Any, *, shared: bool, **options: Any) -> list[float]:
@@ -66,7 +59,7 @@ def same_numbers(rank: int, folder: Path) -> None:
 
 def no_whole_model(rank: int, folder: Path) -> None:
     """While it trains, a rank has half of each parameter, and the model that was given has none."""
-    student, seen, step = llama("quartet", torch.bfloat16), list[int](), tuning.block_loss
+    student, seen, step = llama("quartet", dtype=torch.bfloat16), list[int](), tuning.block_loss
     total = sum(p.numel() for p in student.parameters())
 
     def watched(trained: Any, *args: Any, **options: Any) -> Any:
@@ -76,7 +69,7 @@ def no_whole_model(rank: int, folder: Path) -> None:
         return step(trained, *args, **options)
 
     with mock.patch.object(tuning, "block_loss", watched):
-        tune(student, llama(None, torch.bfloat16), shared=True)
+        tune(student, llama(None, dtype=torch.bfloat16), shared=True)
     assert len(seen) == 6 and all(n < 0.51 * total for n in seen)
     assert sum(p.numel() for p in student.parameters()) == total
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import distillation_loss
+from support.models import distillation_loss, tiny_llama
 from support.two_ranks import make
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from aoquant import QATConfig, quantize_
 from aoquant.files.safetensors_file import header
 from aoquant.integrations import teacher_cache
 from aoquant.integrations.finetune import finetune
@@ -78,13 +77,7 @@ def test_tokens_that_a_teacher_rules_out_and_a_sure_student_stay_finite() -> Non
 
 
 def llama(recipe: str | None = None, seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=V, max_position_embeddings=32, tie_word_embeddings=True, **size)
-    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    if recipe:
-        quantize_(model, QATConfig(recipe))
-    return model.eval()
+    return tiny_llama(recipe, V, seed=seed).eval()
 
 
 def cached(folder: Path, used: Tensor | None = None, k: int = 8, **other: Any) -> TeacherCache:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import NARROW, llama
+from support.models import NARROW, everything, llama
 from support.moe_models import model_of
 from torch import nn
 from torchao.quantization import FqnToConfig
@@ -22,10 +22,6 @@ from aoquant import AoquantWarning, PackedTensor, QATConfig, get_recipe, quantiz
 
 SAID = "replaced or removed since"
 CONVERT = QATConfig(step="convert")
-
-
-def everything(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
 
 
 def prepared(tied: bool = False, chosen: Any = everything) -> LlamaForCausalLM:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchao
-from support.models import IDS, TiedLM
+from support.models import IDS, TiedLM, everything
 from torch import nn
 from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 
@@ -23,10 +23,6 @@ CONFIGS = {
     "torchao": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
     "activations": NVFP4WeightConfig(),  # the head's
 }
-
-
-def everything(module: nn.Module, fqn: str) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
 
 
 @pytest.mark.parametrize("convert", [quantize_, torchao.quantize_], ids=["aoquant's", "torchao's"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.expert_cases import FAMILIES, made
+from support.models import everything
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -217,16 +218,12 @@ class Tied(nn.Module):
         return y
 
 
-def chosen(module: nn.Module, fqn: str) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "int4-g32", "gridflip-search", "int8-row"])
 def test_embeddings(name: str, tied: bool) -> None:
     """They hold no scales: those of which none are needed train on, the others stay packed and are named."""
     model = Tied(tied, torch.bfloat16)
-    quantize_(model, config(name), filter_fn=chosen)
+    quantize_(model, config(name), filter_fn=everything)
     before, ids = packed_of(model), torch.arange(9)
     want = model(ids).detach()
     again = name in ("nvfp4", "mxfp4", "mxfp8")
@@ -242,7 +239,7 @@ def test_embeddings(name: str, tied: bool) -> None:
     assert isinstance(model.embed, QATEmbedding) == again
     assert (model.head.weight is model.embed.weight) == tied and torch.equal(model(ids), want)
     step_by_nothing(model)
-    quantize_(model, QATConfig(step="convert"), filter_fn=chosen)
+    quantize_(model, QATConfig(step="convert"), filter_fn=everything)
     after = packed_of(model)
     assert after.keys() == before.keys() and all(same_bits(after[n], before[n]) for n in before)
     assert (model.head.weight is model.embed.weight) == tied

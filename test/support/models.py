@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from aoquant import QATConfig, quantize_
+
 IDS = torch.arange(24).view(2, 12)
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
@@ -39,6 +41,24 @@ def narrow_llama() -> LlamaForCausalLM:
     """No biases, no tie, 64 wide; the same weights in every test."""
     torch.manual_seed(0)
     return llama(attention_bias=False, **NARROW)
+
+
+def tiny_llama(
+    recipe: str | None = None, vocabulary: int = 32, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **size: int
+) -> LlamaForCausalLM:
+    """One block, 32 wide, its head tied, prepared with `recipe` if there is one; the same weights in every test."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, **size}
+    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
+    model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    if recipe:
+        quantize_(model, QATConfig(recipe))
+    return model
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    """Choose embeddings too, as a `filter_fn`."""
+    return isinstance(module, nn.Linear | nn.Embedding)
 
 
 @torch.no_grad()
