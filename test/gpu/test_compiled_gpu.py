@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from aoquant import QATConfig, quantize_
 from aoquant.recipes import get_recipe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 RECIPES = ["nvfp4", "nvfp4-h16", "mxfp4", "mxfp8", "int8-int4", "int4-g128", "torchao-fp8", "gridflip"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def layer(recipe: str) -> nn.Module:

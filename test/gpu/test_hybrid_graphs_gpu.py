@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from aoquant import HybridConfig, QATConfig, quantize_
 from aoquant.linear.prepared import DELAYED_STATE, RANDOM
 from aoquant.recipes import get_recipe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 STEPS = 5  # the first runs as it is, the second is recorded, the others are replayed
 MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
@@ -30,14 +29,6 @@ CONFIGS = {name: get_recipe(name).prepare() for name in MIXES} | {
     f"delayed {select}": QATConfig("fp8-hybrid", backward=HybridConfig(**CASTS, amax_history=4, amax_select=select))
     for select in ("max", "most_recent")
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def model(config: Any) -> nn.Module:
