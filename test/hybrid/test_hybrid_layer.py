@@ -30,7 +30,6 @@ from aoquant.ops import backward, encoding
 from aoquant.recipes import NVFP4_TRAINING
 
 PAIRS = list(itertools.permutations(FORMATS, 2))
-GRADIENTS = ("x", "weight", "bias")
 SQUARE = ("te-nvfp4-16x16", "te-fp8-tensor", "te-fp8-e5m2-tensor", "te-fp8-128x128", "fp8-tensor", "fp8-128x128")
 
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from support import forked
 from support.bits import same_bytes
 from support.checkpoint_configs import OURS, TORCHAO
+from support.convert_cases import edit
 from support.models import IDS, llama, logits
 from torch import nn
 from torchao.quantization import (
@@ -84,12 +85,6 @@ def assert_same_bits(a: TorchAOBaseTensor, b: TorchAOBaseTensor) -> None:
     assert a.dtype == b.dtype
     for name in a.tensor_data_names + getattr(a, "optional_tensor_data_names", []):
         assert same_bytes(getattr(a, name), getattr(b, name)), name
-
-
-def edit(path: Path, change: Any) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
