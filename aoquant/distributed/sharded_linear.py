@@ -12,7 +12,7 @@ results belong together. On each dimension of the mesh, the weight's placement d
 An input in another placement is redistributed first; a Partial one, above all, is summed before it is rounded.
 
 Codes and scales are those of the whole operand, byte for byte. A scale that reaches over the cut (per row of a tensor
-sharded along K, per tensor in any case) is made of the extremes of all ranks (extremes.py). Formats whose scales end
+sharded along K, per tensor in any case) is made of the extremes of all ranks (shards.py). Formats whose scales end
 within a shard communicate nothing. What cannot be cut is refused from shapes alone, by every rank alike: blocks, and
 scales that need all values. A quantised backward is the same for its operands (shards.py), which also draw the random
 numbers of the whole.

@@ -28,11 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from aoquant.formats import Operand, Scales
+from aoquant.formats import Format, Operand, Scales
 from aoquant.formats.random import Place, Span
 from aoquant.ops.backward import Part, Parts
-
-from .extremes import extremes, measure
 
 
 class Backward(Protocol):
@@ -163,7 +161,8 @@ def scales(
 ) -> Scales | None:
     """Scales of the whole from the (transformed) values of this rank's part; None when no scale reaches over a cut.
 
-    along, across: groups of ranks that have other columns, and other rows.
+    along, across: groups of ranks that have other columns, and other rows. Such a scale depends on the smallest and the
+        largest value alone (`Format.from_extremes`).
     """
     groups = [*along, *across] if operand.reach == "tensor" else along if operand.reach == "row" else []
     if not groups:
@@ -172,6 +171,26 @@ def scales(
     for group in groups:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
     return measure(operand.format, bits, values_RC.dtype)
+
+
+def extremes(format: Format, x_RK: Tensor) -> Tensor:
+    """(R, 2), or (1, 2) for the reach "tensor", int32: how far values lie below and above 0, as bits that the numbers
+    are ordered by. Ranks take a maximum of integers, so that NaN survives.
+    """
+    grouped = x_RK.reshape(1, x_RK.numel()) if format.reach == "tensor" else x_RK
+    if format.finite_only:
+        grouped = grouped.nan_to_num(0.0, 0.0, 0.0)
+    if grouped.shape[1]:  # every format that reaches so far has a code for 0, so 0 is within the extremes
+        ends = torch.stack((-grouped.amin(1), grouped.amax(1)), 1).clamp(min=0)
+    else:
+        ends = grouped.new_zeros(grouped.shape[0], 2)
+    return ends.float().abs().view(torch.int32)  # NaN, its sign gone, is above Inf
+
+
+def measure(format: Format, bits: Tensor, dtype: torch.dtype) -> Scales:
+    """Scales of a tensor of `dtype` from the maximum of its shards' `extremes`."""
+    below, above = bits.view(torch.float32).to(dtype).unbind(1)
+    return format.measure(torch.stack((-below, above), 1))
 
 
 def groups_of(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence[int]) -> list[dist.ProcessGroup]:

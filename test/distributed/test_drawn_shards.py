@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aoquant.distributed.extremes import extremes, measure
+from aoquant.distributed.shards import extremes, measure
 from aoquant.formats import Random, Scales, as_operand, get_operand
 from aoquant.formats.random import Place, Span, of_rank
 

@@ -9,7 +9,7 @@ from support.formats import SHARDED_TOO
 from support.linear_cases import BF16, F32, data, dtype_name
 from torch import Tensor
 
-from aoquant.distributed.extremes import extremes, measure
+from aoquant.distributed.shards import extremes, measure
 from aoquant.formats import Encoded, Format, get_format, list_formats
 
 FORMATS = [*list_formats(), *SHARDED_TOO]
