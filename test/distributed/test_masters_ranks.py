@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.two_ranks import Check, make
+from support.two_ranks import Check, average, make
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,12 +169,6 @@ def a_compiled_model(rank: int, folder: Path) -> None:
     same_on_both(masters[1].state_dict(), masters[0].state_dict(), "compiled")
     with pytest.raises(ValueError, match=r"its float32 master changed.*masters\.refresh\(\)"):
         stale(batch(0, rank)).square().mean().backward()
-
-
-def average(p: Tensor) -> None:
-    assert p.grad is not None
-    dist.all_reduce(p.grad)
-    p.grad /= 2
 
 
 @check

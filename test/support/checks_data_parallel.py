@@ -6,7 +6,6 @@ import copy
 import functools
 
 import torch
-import torch.distributed as dist
 from support.distributed_setup import (
     BF16,
     CONFIGS,
@@ -33,6 +32,7 @@ from support.distributed_setup import (
     train,
     two_of,
 )
+from support.two_ranks import average
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -187,12 +187,6 @@ def mixed_precision_policy_is_what_convert_encodes(c: Ranks) -> None:
             equal(two(x), y, f"{order}, converted")
         state = {k: t if isinstance(t, PackedTensor) else t.to(BF16) for k, t in full_state_dict(two).items()}
         same_state(state, alone.state_dict())
-
-
-def average(p: Tensor) -> None:
-    assert p.grad is not None
-    dist.all_reduce(p.grad)
-    p.grad /= WORLD
 
 
 @check()
