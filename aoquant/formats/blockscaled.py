@@ -69,7 +69,7 @@ class MX(Format):
         return {"e2m1": "mxfp4", "e4m3": "mxfp8"}.get(self.element, "") if self.tile_rows == 1 else ""
 
     def measure(self, x_RK: Tensor) -> Scales:
-        amax = absmax(self._blocks(x_RK)).float()
+        amax = self._tiles(absmax(self._blocks(x_RK)).float())
         byte = e8m0_bytes(amax, self.rule, ELEMENTS[self.element])
         return Scales(byte.view(torch.float8_e8m0fnu))
 
@@ -94,7 +94,8 @@ class MX(Format):
         return (x_RGB.abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        return (e.scales.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
+        holds_data = (self._blocks(self._values(e)) != 0).any(-1)
+        return (e.scales.view(torch.uint8) == 0) & (self._tiles(holds_data.float()) != 0)
 
     def inside(self, e: Encoded) -> Tensor:
         """A block whose largest value was rounded down to one that asks for a smaller scale is moved up, within its

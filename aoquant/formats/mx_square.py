@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .base import Encoded, Scales
 from .blockscaled import MX
-from .elements import ELEMENTS
-from .scales import absmax, e8m0_bytes
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,12 @@ class MXSquare(MX):
     def name(self) -> str:
         return f"{super().name}-32x32"
 
-    def measure(self, x_RK: Tensor) -> Scales:
-        amax = self._tiles(absmax(self._blocks(x_RK)).float())
-        byte = e8m0_bytes(amax, self.rule, ELEMENTS[self.element])
-        return Scales(byte.view(torch.float8_e8m0fnu))
-
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
         return self.quantize(x_RK, s)
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         each_row = self.spread(s.scales.view(torch.uint8), x_RK.shape[0]).view(torch.float8_e8m0fnu)
         return super().quantize(x_RK, Scales(each_row))._replace(scale=s.scales)
-
-    def floored(self, e: Encoded) -> Tensor:
-        holds_data = (self._blocks(self._values(e)) != 0).any(-1)
-        return (e.scales.view(torch.uint8) == 0) & self._tiles(holds_data.float()).bool()
 
     def _scale(self, e: Encoded) -> Tensor:
         return self.spread(super()._scale(e), e.codes.shape[0])
