@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.golden_inputs import data_set
-from support.numpy_oracle import element
+from support.numpy_oracle import element, equal
 from torch import Tensor, nn
 
 from aoquant import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, calibrate, quantize_
@@ -124,11 +124,6 @@ def code_values(e: Encoded) -> np.ndarray:
     return from_e2m1(layout.unpack(e.codes, 4, e.k)).numpy()
 
 
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal, signs of zeros included."""
-    return bool((a == b).all() and (np.signbit(a) == np.signbit(b)).all())
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [*MX_NAMES, *NV_NAMES, *SEARCH])
 def test_dialects_equal_their_definition(name: str, dtype: torch.dtype) -> None:
@@ -143,7 +138,7 @@ def test_dialects_equal_their_definition(name: str, dtype: torch.dtype) -> None:
         else:
             scale, codes, outer = (search_oracle if name in SEARCH else nv_oracle)(values, name)
             assert (e.scale.float().numpy() == scale).all(), data
-        assert same(code_values(e), codes.reshape(x.shape)), data
+        assert equal(code_values(e), codes.reshape(x.shape)), data
         assert (e.outer is None) == (outer is None) and (e.outer is None or e.outer.item() == outer), data
 
 
@@ -157,7 +152,7 @@ def test_quests_deviation_is_a_difference_of_two_means() -> None:
         assert e.scale is not None
         byte, codes = mx_oracle(x.numpy().reshape(-1, 32), "mxfp4-quest")
         assert (e.scale.view(torch.uint8).numpy().reshape(-1) == byte).all(), offset
-        assert same(code_values(e).reshape(-1, 32), codes), offset
+        assert equal(code_values(e).reshape(-1, 32), codes), offset
         if size < 0.01 or offset == 100.0:  # not vacuous: the mean of (x - mean)^2 has other bytes
             deviation = x.double().reshape(-1, 32).std(1, correction=0) * (2.92247856 / 6)
             assert (torch.frexp(deviation + 1e-8)[1] + 126 != torch.from_numpy(byte)).float().mean() > 0.5

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import equal_weights
 from support.models import llama
 
 from aoquant import CalibrateConfig, calibrate_ptq
-from aoquant.linear.tensor import same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*tokens for K", "ignore:R1 unties")]
-
-
-def equal(a: Any, b: Any) -> bool:
-    return same_bits(a, b) if hasattr(a, "__tensor_flatten__") else torch.equal(a, b)
 
 
 def net(**changes: Any) -> Any:
@@ -35,7 +31,7 @@ def test_codes_are_those_of_a_model_on_the_gpu(recipe: str, method: str) -> None
     if method == "gptq":  # scales and rotations of a model in host memory are computed there, in another order
         assert found == wanted
         tensors = dict(there.named_parameters())
-        assert all(equal(t, tensors[n].cpu()) for n, t in here.named_parameters())
+        assert all(equal_weights(t, tensors[n].cpu()) for n, t in here.named_parameters())
     assert here.cuda()(batches[0].cuda()).logits.isfinite().all()
 
 

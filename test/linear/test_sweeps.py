@@ -59,11 +59,6 @@ def plain(codes: Tensor, fmt: object, k: int) -> np.ndarray:
     return codes.view(torch.uint8).numpy().view(SMALL[codes.dtype]).astype(np.float32)
 
 
-def equal(got: np.ndarray, want: np.ndarray) -> bool:
-    """Equal numbers with equal signs of zero."""
-    return bool((got == want).all() and (np.signbit(got) == np.signbit(want)).all())
-
-
 ARRANGEMENTS = ("neighbours", "alone", "strangers")
 _LIKE_ANOTHER = re.compile("intx[35678]|floor|ceil|even|e5m2|g64|g256|bf16")  # its neighbours are always run
 
@@ -107,7 +102,7 @@ def test_every_bf16_value_encodes_as_defined(name: str, arrangement: str) -> Non
     stored = e.scale.view(torch.uint8) if isinstance(fmt, MX) else e.scale.float()
     assert (stored.numpy().flatten() == scale).all()
     integers = isinstance(fmt, Int4 | Affine)  # whose zero has no sign
-    assert equal(plain(e.codes, fmt, size), codes.reshape(b.shape) + (0.0 if integers else -0.0))
+    assert oracle.equal(plain(e.codes, fmt, size), codes.reshape(b.shape) + (0.0 if integers else -0.0))
     if e.zero is not None:
         assert (e.zero.float().numpy().flatten() == zero).all()
 
@@ -126,7 +121,7 @@ def test_every_bf16_value_under_every_scale_byte(element: str) -> None:
         got = plain(fmt.hold(x, Scales(scale)).codes, fmt, 32)
         with np.errstate(all="ignore"):
             want = oracle.element((values * 2.0 ** (127 - byte)).astype(np.float32), element)
-        assert equal(got, want), byte
+        assert oracle.equal(got, want), byte
 
 
 def every_code(bits: int) -> Tensor:
@@ -154,7 +149,7 @@ def test_every_scale_byte_with_every_code_decodes_exactly(name: str, dtype: torc
     got = fmt.operand(e, dtype).float().numpy()
     nan = np.isnan(want)
     assert (np.isnan(got) == nan).all()
-    assert equal(got[~nan], want[~nan])
+    assert oracle.equal(got[~nan], want[~nan])
     assert nan.mean() < 0.03
 
 
@@ -167,7 +162,7 @@ def test_every_float8_code_decodes(element: str, dtype: torch.dtype) -> None:
     assert got.dtype == dtype
     nan = np.isnan(want)
     assert (np.isnan(got.float().numpy()) == nan).all()
-    assert equal(got.float().numpy()[~nan], want[~nan])
+    assert oracle.equal(got.float().numpy()[~nan], want[~nan])
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if isinstance(get_format(n), Affine)])
@@ -187,7 +182,7 @@ def test_every_bf16_scale_with_every_code_decodes_exactly(name: str) -> None:
         q = codes.numpy().astype(np.float32) - (0 if zero is None else 3)
         want = q * scales.float().numpy()
         want = (want if fmt.scales == "float32" else want.astype(ml_dtypes.bfloat16)).astype(ml_dtypes.bfloat16)
-    assert equal(fmt.decode(e, BF16).float().numpy(), want.astype(np.float32))
+    assert oracle.equal(fmt.decode(e, BF16).float().numpy(), want.astype(np.float32))
 
 
 def test_e2m1_table() -> None:

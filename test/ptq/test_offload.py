@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import equal_weights
 from support.killed import interrupted
 from support.meters import is_mapped
 from support.models import llama
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from aoquant import CalibrateConfig, QATConfig, calibrate_ptq, quantize_
 from aoquant.linear.packed import PackedLinear
-from aoquant.linear.tensor import same_bits
 from aoquant.ptq import gptq, offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens for K", "ignore:.*too few tokens", "ignore:R1 unties")
@@ -49,10 +49,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def batches() -> list[Tensor]:
     return [torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
-
-
-def equal(a: Any, b: Any) -> bool:
-    return same_bits(a, b) if hasattr(a, "__tensor_flatten__") else torch.equal(a, b)
 
 
 def net(**changes: Any) -> Any:
@@ -82,11 +78,11 @@ def test_codes_are_those_of_a_model_on_the_device(
     assert not copies
     assert calibrate_ptq(there, batches(), config, step=step, device="cpu") == wanted
     assert tensors(here).keys() == tensors(there).keys()
-    assert all(equal(t, tensors(there)[n]) for n, t in tensors(here).items())
+    assert all(equal_weights(t, tensors(there)[n]) for n, t in tensors(here).items())
     if step is not None:
         for model in (here, there):
             quantize_(model, QATConfig(step="convert"))
-        assert all(equal(t, tensors(there)[n]) for n, t in tensors(here).items())
+        assert all(equal_weights(t, tensors(there)[n]) for n, t in tensors(here).items())
 
 
 class Sides(TorchDispatchMode):
@@ -174,7 +170,7 @@ def test_finished_blocks_are_mapped_from_their_files(kind: str, device: str | No
     calibrate_ptq(wanted, batches(), CalibrateConfig("int4-g32"))
     calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device=device, checkpoint=tmp_path)
     packed = {n: t for n, t in model.named_parameters() if hasattr(t, "__tensor_flatten__")}
-    assert packed and all(equal(t, tensors(wanted)[n]) for n, t in packed.items())
+    assert packed and all(equal_weights(t, tensors(wanted)[n]) for n, t in packed.items())
     assert all(is_mapped(part, tmp_path) for t in packed.values() for part in (t.qdata, t.scale))
     ids = batches()[0]
     assert torch.equal(model(ids).logits, wanted(ids).logits)
@@ -199,7 +195,7 @@ def test_stacked_experts_go_along() -> None:
     here, there = model_of("qwen3-moe"), model_of("qwen3-moe")
     wanted = calibrate_ptq(here, batches(), CalibrateConfig("int4-g32"))
     assert calibrate_ptq(there, batches(), CalibrateConfig("int4-g32"), device="cpu") == wanted
-    assert all(equal(t, tensors(there)[n]) for n, t in tensors(here).items())
+    assert all(equal_weights(t, tensors(there)[n]) for n, t in tensors(here).items())
 
 
 def test_a_failure_and_a_kill_leave_the_model_as_it_was_and_it_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
@@ -219,4 +215,4 @@ def test_a_failure_and_a_kill_leave_the_model_as_it_was_and_it_goes_on(tmp_path:
         calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device="cpu", checkpoint=tmp_path)
     assert all(tensors(model)[n] is t for n, t in before.items())
     calibrate_ptq(model, batches(), CalibrateConfig("int4-g32"), device="cpu", checkpoint=tmp_path)
-    assert all(equal(t, tensors(model)[n]) for n, t in tensors(whole).items())
+    assert all(equal_weights(t, tensors(model)[n]) for n, t in tensors(whole).items())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded
+from aoquant.linear.tensor import same_bits
 
 PARTS = ("codes", "scale", "zero", "outer")
 
@@ -49,3 +50,8 @@ def compare(got: Encoded, want: Encoded, what: str = "") -> None:
 def unequal_parts(got: Encoded, want: Encoded) -> list[str]:
     """Return the parts of an encoded matrix whose dtypes, shapes or bytes differ."""
     return [part for part, a, b in zip(PARTS, got, want, strict=False) if not same_bytes(a, b)]
+
+
+def equal_weights(a: Tensor, b: Tensor) -> bool:
+    """Return whether two weights are equal, packed ones in all that they hold."""
+    return same_bits(a, b) if hasattr(a, "__tensor_flatten__") else torch.equal(a, b)

@@ -99,3 +99,8 @@ def int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     zero = low + F32(8) * scale
     codes = np.clip(np.rint((x - low[:, None]) / scale[:, None]), 0, 15) - 8
     return scale.astype(BF16).astype(F32), zero.astype(BF16).astype(F32), codes
+
+
+def equal(got: np.ndarray, want: np.ndarray) -> bool:
+    """Return whether numbers are equal, with equal signs of zero."""
+    return bool((got == want).all() and (np.signbit(got) == np.signbit(want)).all())
