@@ -208,15 +208,11 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def stock(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
-
-
 def check_kills(old: Path, folder: Path, call: Callable[[], None], step: int, wanted: list[Any]) -> None:
     shutil.copytree(old, folder)
     seen = []
     for left in left_by_kills(call, folder, folder.with_name("left"))[::step]:
-        for load in (load_pretrained, stock):
+        for load in (load_pretrained, AutoModelForCausalLM.from_pretrained):
             found = logits(load(left))
             seen.append([torch.equal(found, w) for w in wanted].index(True))
         check_foreign(left)
