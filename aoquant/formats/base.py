@@ -319,9 +319,22 @@ class Format:
 
     def inside(self, e: Encoded) -> Tensor:
         """Return (R, K) float32 values that have e's codes under e's scales: decoded ones, but no zeros where a zero
-        has a signed code, which a sum or a shifted grid would lose.
+        has a signed code, which a sum or a shifted grid would lose. Such a zero, of float codes, is a quarter of the
+        smallest step, on the side of its sign. In a block so small that its scale is 0 other codes have nothing but
+        their sign.
         """
-        return self.decode(e, torch.float32)
+        if not self.element.startswith("e"):
+            return self.decode(e, torch.float32)
+        packed = e.codes.dtype == torch.uint8
+        codes = layout.unpack(e.codes, 4, e.k) if packed else e.codes.view(torch.uint8)
+        negative = codes > (7 if packed else 127)
+        zero = (codes & (7 if packed else 127)) == 0
+        same = [torch.full_like(e.codes.view(torch.uint8), c).view(e.codes.dtype) for c in (0x11 if packed else 1, 0)]
+        v, one, none = (self.decode(e._replace(codes=c), torch.float32) for c in (e.codes, *same))
+        step = one - none
+        step = torch.where(negative, -step, step)
+        flushed = torch.where(zero, 0.0, torch.where(negative, -TINY, TINY))
+        return torch.where(step == 0, flushed, torch.where(zero, v + step / 4, v))
 
     def rowwise(self, s: Scales, rows: int) -> Scales:
         """Return the held scales of an activation with `rows` rows: a scale of the whole tensor is repeated for every
@@ -348,8 +361,8 @@ class Format:
         raise NotImplementedError
 
     def alpha(self, e: Encoded) -> Tensor | None:
-        """Return (R, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
-        return None
+        """Return (R, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1: the outer scale."""
+        return e.outer
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         """Return (R, K) in `dtype`: operand times alpha in float32, rounded once."""
@@ -445,22 +458,6 @@ class Format:
         """(R, G, block) view or copy of x, contiguous as codes have to be; one block of K when the format has none."""
         block = self.block or x_RK.shape[1]
         return x_RK.contiguous().view(x_RK.shape[0], x_RK.shape[1] // block if block else 1, block)
-
-
-def off_zero(format: Format, e: Encoded) -> Tensor:
-    """`Format.inside` for float codes, packed e2m1 or float8: a zero is a quarter of the smallest step, on the side of
-    its sign. In a block so small that its scale is 0 other codes have nothing but their sign.
-    """
-    packed = e.codes.dtype == torch.uint8
-    codes = layout.unpack(e.codes, 4, e.k) if packed else e.codes.view(torch.uint8)
-    negative = codes > (7 if packed else 127)
-    zero = (codes & (7 if packed else 127)) == 0
-    same = [torch.full_like(e.codes.view(torch.uint8), c).view(e.codes.dtype) for c in (0x11 if packed else 0x01, 0x00)]
-    v, one, none = (format.decode(e._replace(codes=c), torch.float32) for c in (e.codes, *same))
-    step = one - none
-    step = torch.where(negative, -step, step)
-    flushed = torch.where(zero, 0.0, torch.where(negative, -TINY, TINY))
-    return torch.where(step == 0, flushed, torch.where(zero, v + step / 4, v))
 
 
 def take_rows(t: Tensor, ids: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales, off_zero
+from .base import Encoded, Format, Scales
 from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, rounding_limit, to_e2m1, to_float8
 from .fixed import check_fixed
 from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e4m3, visible_e8m0
@@ -101,7 +101,7 @@ class MX(Format):
         """A block whose largest value was rounded down to one that asks for a smaller scale is moved up, within its
         codes.
         """
-        v_RK = off_zero(self, e)
+        v_RK = super().inside(e)
         anew, stored = self.measure(v_RK).scale, e.scale
         assert anew is not None and stored is not None
         smaller = self.spread(anew.view(torch.uint8) != stored.view(torch.uint8), len(v_RK))
@@ -193,9 +193,6 @@ class NVFP4(Format):
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return e2m1_times(self, e, e.scales.float()).to(dtype)
 
-    def alpha(self, e: Encoded) -> Tensor | None:
-        return e.outer
-
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         scale = e.scales.float() if e.outer is None else e.outer * e.scales.float()
         return e2m1_times(self, e, scale).to(dtype)
@@ -206,9 +203,6 @@ class NVFP4(Format):
 
     def floored(self, e: Encoded) -> Tensor:
         return (e.scales.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
-
-    def inside(self, e: Encoded) -> Tensor:
-        return off_zero(self, e)
 
 
 def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales, off_zero
+from .base import Encoded, Format, Scales
 from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_times
 from .elements import E2M1_MAX, FLOAT32_MAX, rounding_limit, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
@@ -83,9 +83,6 @@ class _E2M1(Format):
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return e2m1_times(self, e, self.scales(e)).to(dtype)
-
-    def inside(self, e: Encoded) -> Tensor:
-        return off_zero(self, e)
 
     def _any_code(self, e: Encoded) -> Tensor:
         """(R, G) bool: whether a block has a code other than zero."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .base import Encoded, Scales, off_zero
+from .base import Encoded, Scales
 from .elements import ELEMENTS, from_float8, rounding_limit, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide
@@ -142,9 +142,6 @@ class Float8(OneScale):
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return None if self.per == "block" else e.scale
-
-    def inside(self, e: Encoded) -> Tensor:
-        return off_zero(self, e)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         s_RG1 = self.spread(e.scales, x_RK.shape[0]).unsqueeze(-1)

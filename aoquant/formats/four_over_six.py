@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Scales, off_zero
+from .base import Encoded, Scales
 from .blockscaled import e2m1_times
 from .contest import METRICS, TOP, Contest, Outer, e4m3
 from .elements import E2M1_MAX, from_float8, rounding_limit
@@ -130,9 +130,6 @@ class FourOverSix(OneScale):
         outer = e.outer if self.outer == "row" else e.outer[:1]
         return Scales(e.scale, outer=solved(lambda amax: quotient(amax, TOP), outer * TOP, outer))
 
-    def inside(self, e: Encoded) -> Tensor:
-        return off_zero(self, e)
-
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.outer is not None
         rows, k = x_RK.shape
@@ -150,9 +147,6 @@ class FourOverSix(OneScale):
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return e2m1_times(self, e, self._signed(e)).to(dtype)
-
-    def alpha(self, e: Encoded) -> Tensor | None:
-        return e.outer
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         """Beyond the largest code by half a step and more; a block too small for a scale is flushed to zeros, not

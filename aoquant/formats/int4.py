@@ -188,9 +188,6 @@ class Int4Float8Row(Int4Float8):
         e = super().quantize(self._source(x_RK, s), s)
         return e._replace(scale=to_float8(e.scales, "e4m3"), outer=s.outer)
 
-    def alpha(self, e: Encoded) -> Tensor | None:
-        return e.outer
-
     def inside(self, e: Encoded) -> Tensor:
         assert e.outer is not None
         return super().inside(e).mul_(e.outer)

@@ -93,9 +93,6 @@ class MXStochastic(Randomized, MX):
         outer = torch.full((1, 1), THIRDS, dtype=torch.float32, device=x_RK.device)
         return Encoded(layout.pack(codes, 4), s.scales, None, outer, x_RK.shape[1])
 
-    def alpha(self, e: Encoded) -> Tensor | None:
-        return e.outer
-
 
 @dataclass(frozen=True)
 class NVFP4Stochastic(Randomized, NVFP4):
