@@ -1,11 +1,11 @@
-"""The build beyond pyproject.toml: packages found by search, the evaluation's assets, CUDA kernels where nvcc is there,
-CPU kernels and the step library where a C++ compiler is.
+"""The build beyond pyproject.toml: packages found by search, the evaluation's assets, CUDA kernels and the step library
+where nvcc is there, CPU kernels where a C++ compiler is.
 
 The evaluation's assets live in `eval/assets` and install as `aoquant.assets`, so that `aoquant run` finds them from a
 wheel as well as from a checkout: `importlib.resources.files("aoquant.assets")`.
 
 The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there, those of
-`csrc/cpu/` and `csrc/step/` when torch and a C++ compiler are; `csrc/*builder.py` say when and how. A build
+`csrc/cpu/` when torch and a C++ compiler are; `csrc/*builder.py` say when and how. A build
 that has setuptools alone makes the same wheel as ever: pure Python.
 
     pip install --no-build-isolation .           # with kernels
@@ -59,11 +59,13 @@ class Wheel(bdist_wheel):
         return "py3", "none", platform
 
 
-kernels = [Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()])] if csrc.wanted() else []
-if cpu_builder.wanted(csrc.import_torch()):
-    for builder in (cpu_builder, step_builder):
-        files = [f"csrc/{builder.FOLDER.name}/{s.name}" for s in builder.FOLDER.glob("*.cpp")]
-        kernels.append(Extension(builder.MODULE, files, optional=builder is step_builder))
+torch, kernels = csrc.import_torch(), []
+if csrc.wanted():
+    kernels.append(Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()]))
+    if cpu_builder.why_not(torch, cpu_builder.find_compiler()) is None:
+        kernels.append(Extension(step_builder.MODULE, ["csrc/step/step.cpp"], optional=True))
+if cpu_builder.wanted(torch):
+    kernels.append(Extension(cpu_builder.MODULE, [f"csrc/cpu/{s.name}" for s in cpu_builder.FOLDER.glob("*.cpp")]))
 setup(
     packages=[*find_packages(include=["aoquant", "aoquant.*"]), "aoquant.assets"],
     package_dir={"aoquant.assets": "eval/assets"},

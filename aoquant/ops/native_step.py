@@ -1,7 +1,7 @@
 """The library that `csrc/step/` builds: autograd's node of a layer's step that is repeated (linear/replay.py).
 
-It lies beside this file when the install had torch and a C++ compiler (`csrc/step_builder.py`), and it need not be
-there: steps are repeated all the same, with an autograd function of Python's.
+It lies beside this file when the install built the CUDA kernels (`csrc/step_builder.py`), and it need not be there:
+steps are repeated all the same, with an autograd function of Python's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def why_not() -> str | None:
 def _load(library: Path) -> str | None:
     """Load the library once; the reason where there is none, or it is another version's."""
     if not library.exists():
-        return "aoquant was installed without its step library: pip install --no-build-isolation ., with torch and a C++ compiler"
+        return "aoquant was installed without its step library: pip install --no-build-isolation ., with nvcc and a CUDA torch"
     if sources.others(library):
-        return "aoquant's step library was built for another version of aoquant: make cpu-kernels"
+        return "aoquant's step library was built for another version of aoquant: make kernels"
     if not sources.holds(library, f"aoquant step for torch {torch.__version__}\0"):
         return f"aoquant's step library was built for another torch than {torch.__version__}: build it again"
     try:
