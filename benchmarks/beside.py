@@ -103,7 +103,7 @@ def kernel_seconds(run: Run, repeats: int, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of run.
+    """Describe one kind of run.
 
     named: the columns that tell its rows from other cells' rows. ready: variant -> what is timed, which keeps its model
     alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock. alone: whether the

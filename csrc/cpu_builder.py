@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,20 @@ def build(torch: Any, target: Path, scratch: Path) -> None:
     Raises:
         SystemExit: the compiler is missing, or failed.
     """
+    compile_and_link(torch, target, scratch, f"CPU kernels ({', '.join(levels())})", commands)
+
+
+def compile_and_link(torch: Any, target: Path, scratch: Path, what: str, commands: Callable[..., Any]) -> None:
+    """Build `what`. commands: as this module's. Raises SystemExit as `build`."""
     compiler = find_compiler()
     if reason := why_not(torch, compiler):
-        raise SystemExit(f"aoquant: the CPU kernels cannot be built: {reason}")
+        raise SystemExit(f"aoquant: {what} cannot be built: {reason}")
     assert compiler is not None
     scratch.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"aoquant: building CPU kernels ({', '.join(levels())}) with {compiler}", flush=True)
+    print(f"aoquant: building {what} with {compiler}", flush=True)
     compiled, linked = commands(torch, compiler, target, scratch)
     running = [subprocess.Popen(command) for command in compiled]
     failed = [process.returncode for process in running if process.wait()]
     if failed or subprocess.run(linked, check=False).returncode:
-        raise SystemExit(f"aoquant: {compiler} failed on the CPU kernels; AOQUANT_BUILD_CSRC=0 leaves all kernels out")
+        raise SystemExit(f"aoquant: {compiler} failed on {what}; AOQUANT_BUILD_CSRC=0 leaves all kernels out")

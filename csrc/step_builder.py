@@ -9,20 +9,19 @@ too.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from builder import source_symbol
-from cpu_builder import find_compiler, why_not
+from cpu_builder import compile_and_link
 from setuptools.errors import CompileError
 
 FOLDER = Path(__file__).resolve().parent / "step"
 MODULE = "aoquant.ops._native_step"  # a library beside aoquant/ops/native_step.py, which loads it
 
 
-def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> list[list[str]]:
-    """Return what compiles the library, and what links it."""
+def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> tuple[list[list[str]], list[str]]:
+    """Return what makes the object, and what links it."""
     root, made = Path(torch.__file__).parent, str(scratch / "step.o")
     include = root / "include"
     compiled = [
@@ -33,21 +32,16 @@ def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> list[lis
     ]  # fmt: skip
     libraries = ("-ltorch_cpu", "-lc10")
     linked = [compiler, "-shared", f"-Wl,{source_symbol('_native_step')}", "-o", str(target), made]
-    return [compiled, [*linked, f"-L{root / 'lib'}", *libraries]]
+    return [compiled], [*linked, f"-L{root / 'lib'}", *libraries]
 
 
 def build(torch: Any, target: Path, scratch: Path) -> None:
-    """Compile and link the library `target`.
+    """Compile and link the library `target`; its object goes into `scratch`.
 
     Raises:
         CompileError: the compiler is missing, or failed.
     """
-    compiler = find_compiler()
-    if reason := why_not(torch, compiler):
-        raise CompileError(f"aoquant: the step library cannot be built: {reason}")
-    assert compiler is not None
-    scratch.mkdir(parents=True, exist_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"aoquant: building the step library for torch {torch.__version__} with {compiler}", flush=True)
-    if any(subprocess.run(command, check=False).returncode for command in commands(torch, compiler, target, scratch)):
-        raise CompileError(f"aoquant: {compiler} failed on the step library, for torch {torch.__version__}")
+    try:
+        compile_and_link(torch, target, scratch, f"the step library for torch {torch.__version__}", commands)
+    except SystemExit as error:
+        raise CompileError(str(error)) from None

@@ -1,4 +1,4 @@
-"""What an export holds of an embedding: its rows are looked up, and multiply nothing unless the output head is tied.
+"""Say what an export holds of an embedding, whose rows are looked up, and multiply nothing unless the head is tied.
 
 vLLM looks up rows of compressed-tensors' packed symmetric integers: (code * scale), in the scale's dtype, in one
 rounding. It asks for the scheme by the embedding's name, or by "Embedding" where a model gives it none, as Llama does;

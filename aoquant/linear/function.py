@@ -257,7 +257,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.frame, ctx.repeats = frame, None if kind is None else kind.note.backward
         if kind is not None and not kind.left_to_library and w is not None:
             backward = functools.partial(_repeated, frame._replace(random=None), ctx.repeats)
-            replay.learn(kind, x, w, bias, given, needs, backward)
+            replay.learn(kind, x.is_cuda, given.random is not None, needs[:3], backward)
         return y
 
     @staticmethod
@@ -272,7 +272,7 @@ class QuantizedLinear(torch.autograd.Function):
 def _repeated(
     frame: Frame, repeats: Any, grad: Tensor, tensors: Sequence[Tensor | None], random: Tensor | None
 ) -> Sequence[Tensor | None]:
-    """`_gradients`, from `repeats` where it knows the call."""
+    """Return `_gradients`' results, from `repeats` where it knows the call."""
     if torch.is_grad_enabled():
         refuse_second_derivative()
     frame = frame._replace(random=random)

@@ -26,7 +26,6 @@ from aoquant.formats import Encoded
 from aoquant.linear.cache import InputCodes
 from aoquant.linear.saved import Layout, flat
 from aoquant.ops import native_step, repeat, router
-from aoquant.ops.program import Program
 
 Left = tuple[tuple[int, bool] | None, ...]
 Gradients = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Sequence[Tensor | None]]
@@ -97,18 +96,19 @@ def step(
     rows: InputCodes | None,
     columns: InputCodes | None,
     layer: int,
-    *how: Any,
+    recipe: str,
+    rank: int,
 ) -> tuple[Tensor | None, Any, Any]:
     """Return (y with its node; None where no library knows the call; then what stands for rows and columns, of which
     the shared codes are taken).
 
-    needs: whether x, w and bias want their gradients. how: the recipe's key, and the layer's rank.
+    needs: whether x, w and bias want their gradients. Others: as `function.Given`'s.
     """
     if repeat.unusual(x):
         return None, rows, columns
     of_rows = None if rows is None else rows.take(layer)
     of_columns = None if columns is None else columns.take(layer)
-    family = _forwards.told.get(_brief(bias, needs, rows, columns, of_rows, of_columns, how))
+    family = _forwards.told.get(_how(recipe, rank, needs, bias, rows, columns, of_rows, of_columns))
     if family is not None and type(x) in repeat.PLAIN and type(w) in repeat.PLAIN and type(bias) in _PLAIN_OR_NONE:
         given = [x, w] if bias is None else [x, w, bias]
         for codes in (of_rows, of_columns):
@@ -129,10 +129,21 @@ def step(
     return None, rows and _Shared(of_rows, rows), columns and _Shared(of_columns, columns)
 
 
-def _brief(bias: Any, needs: Any, rows: Any, columns: Any, of_rows: Any, of_columns: Any, how: Any) -> tuple[Any, ...]:
-    """Return what tells families apart."""
+def _how(
+    recipe: str,
+    rank: int,
+    needs: Any,
+    bias: Tensor | None,
+    rows: Any,
+    columns: Any,
+    of_rows: Encoded | None,
+    of_columns: Encoded | None,
+    packed: Encoded | None = None,
+) -> tuple[Any, ...]:
+    """Return all about a call but its tensors. of_rows, of_columns: the codes that another layer left."""
     found = None if of_rows is None is of_columns else (_shape(of_rows), _shape(of_columns))
-    return bias is None, *needs, rows is None, columns is None, found, how, router.generation()
+    alone = rows is None, columns is None
+    return recipe, rank, *needs, bias is None, *alone, found, packed and packed.k, router.generation()
 
 
 def _shape(codes: Encoded | None) -> Any:
@@ -148,32 +159,27 @@ def _leave(shared: Any, lefts: Any, tensors: Iterator[Tensor], layer: int) -> No
             codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
 
 
-def learn(kind: repeat.Kind, x: Tensor, w: Tensor, bias: Tensor | None, given: Any, needs: Any, gradients: Any) -> None:
+def learn(kind: repeat.Kind, cuda: bool, random: bool, needs: Any, gradients: Any) -> None:
     """Let csrc's libraries run such calls and their backwards from now on, once both are programs of theirs.
 
+    cuda: whether on a GPU. random: whether backward draws. needs: whether x, w and bias want their gradients.
     gradients: the backward (`Gradients`), of the gradient, the saved tensors and the state of random numbers; None
         where there is none.
     """
-    shared = given.rows, given.columns
-    if kind.left_to_library or InputCodes in map(type, shared) or (True in needs and not _step_library()):
-        return
-    note, program = kind.note, kind.program
-    of_rows, of_columns = [None if codes is None else codes.found for codes in shared]
-    arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
-    missing = sum(1 << i for i, t in enumerate(arguments) if t is None)
-    family, backward = _forwards.family(missing, *how), note.backward.only_family
-    if family is None or not isinstance(program, Program) or program.native is None:
+    family, backward = _forwards.family(kind), kind.note.backward.only_family
+    if kind.left_to_library or family is None:
         return
     if True in needs:
-        if backward is None:
+        if backward is None or not _step_library():
             return
-        _tell(kind, x, given, needs, gradients, backward)
-    rest = *shared, of_rows, of_columns, (given.recipe, given.rank)
-    _forwards.told[_brief(bias, tuple(needs[:3]), *rest)] = family
+        _tell(kind, cuda, random, needs, gradients, backward)
+    _forwards.told[kind.how] = family
     kind.left_to_library = True
 
 
-def _tell(kind: repeat.Kind, x: Tensor, given: Any, needs: Any, gradients: Gradients, backward: repeat.Family) -> None:
+def _tell(
+    kind: repeat.Kind, cuda: bool, random: bool, needs: Any, gradients: Gradients, backward: repeat.Family
+) -> None:
     """Tell the step library of a kind whose backwards are `backward`'s."""
     note, program = kind.note, kind.program
     there = [True] * (1 + note.saved + 4 * sum(left is not None for left in note.left))
@@ -182,9 +188,9 @@ def _tell(kind: repeat.Kind, x: Tensor, given: Any, needs: Any, gradients: Gradi
     saved, parts = there[1 : 1 + note.saved], iter(there[1 + note.saved :])
     lefts = tuple([None if left is None else (*left, [next(parts) for _ in range(4)]) for left in note.left])
     number = next(_numbers)
-    _known[number] = _Known(lefts if any(lefts) else None, saved, given.random is not None, gradients)
-    asked = sum(1 << i for i, need in enumerate(needs[:3]) if need)
-    native_step.operator("learn")(program.native.number, x.is_cuda, number, backward.number, sum(saved), asked)
+    _known[number] = _Known(lefts if any(lefts) else None, saved, random, gradients)
+    asked = sum(1 << i for i, need in enumerate(needs) if need)
+    native_step.operator("learn")(program.native.number, cuda, number, backward.number, sum(saved), asked)
 
 
 def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:
@@ -211,25 +217,15 @@ _registering = threading.Lock()
 _implementation: list[torch.library.Library] = []  # an operator goes with the `Library` that made it
 
 
-def _call(
-    x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any, rows: Encoded | None, columns: Any
-) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    """Return (the tensors of a call, all else about it). rows, columns: the codes that another layer left."""
-    packed = given.packed
-    arguments = [x, w, bias, *(packed or _NOTHING)[:4], *(rows or _NOTHING)[:4], *(columns or _NOTHING)[:4]]
-    widths = [None if e is None else e.k for e in (packed, rows, columns)]
-    shared = given.rows is not None, given.columns is not None
-    return arguments, (given.recipe, tuple(needs), given.rank, *shared, *widths, router.generation())
-
-
 def forward(
     multiply: Callable[..., Any], x: Tensor, w: Tensor | None, bias: Tensor | None, given: Any, needs: Any
 ) -> tuple[Tensor, Sequence[Tensor | None], Layout, repeat.Kind | None]:
     """Return (y, the tensors that backward reads, their layout, the kind if it is repeated) of a call of `multiply`."""
-    rows, columns, layer = given.rows, given.columns, given.layer
+    rows, columns, layer, packed = given.rows, given.columns, given.layer, given.packed
     of_rows = None if rows is None else rows.take(layer)
     of_columns = None if columns is None else columns.take(layer)
-    arguments, how = _call(x, w, bias, given, needs, of_rows, of_columns)
+    arguments = [x, w, bias, *(packed or _NOTHING)[:4], *(of_rows or _NOTHING)[:4], *(of_columns or _NOTHING)[:4]]
+    how = _how(given.recipe, given.rank, needs[:3], bias, rows, columns, of_rows, of_columns, packed)
     made: Any
     made, known = _forwards.repeated(arguments, *how)
     kind = known or repeat.Kind()
@@ -244,8 +240,8 @@ def forward(
         if left is not None:
             codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
-    if known is not None and not known.left_to_library and w is not None and True not in needs:
-        learn(known, x, w, bias, given, needs, None)
+    if known is not None and w is not None and True not in needs:
+        learn(known, x.is_cuda, False, needs[:3], None)
     return made[0], made[1 : 1 + note.saved], note.layout, known
 
 

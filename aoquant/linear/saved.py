@@ -19,7 +19,7 @@ _REWRITTEN = (
 
 
 class Frame(NamedTuple):
-    """What backward knows of its forward, beside the saved tensors.
+    """Hold what backward knows of its forward, beside the saved tensors.
 
     recipe: its key. needs: which gradients are asked for, as `function.Needs`. layout: of the saved tensors.
     random: not saved, since the calls of a step advance one state, in place.

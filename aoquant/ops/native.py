@@ -8,7 +8,6 @@ itself; their fakes serve it and those who trace others.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -32,19 +31,12 @@ def why_not() -> str | None:
 @cache
 def _load(library: Path) -> str | None:
     """Load the library once; the reason when there is none, it is another version's, or it does not load."""
-    if not library.exists():
-        return "aoquant was installed without its CUDA kernels: pip install --no-build-isolation ., with nvcc and a CUDA torch"
-    if torch.version.cuda is None:
+    if library.exists() and torch.version.cuda is None:
         return "aoquant's CUDA library needs a torch with CUDA"
-    if sources.others(library):
-        return "aoquant's CUDA library was built for another version of aoquant: make kernels"
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        return f"aoquant's CUDA library does not load ({error}): build it again for this torch"
+    if (reason := sources.load(library, "CUDA", "nvcc and a CUDA torch", "kernels")) is not None:
+        return reason
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"aoquant_native::{name}", fake)
-    logging.getLogger("aoquant.native").debug("loaded %s", library)
     return None
 
 

@@ -7,7 +7,6 @@ fakes.
 
 from __future__ import annotations
 
-import logging
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,15 +33,8 @@ def why_not() -> str | None:
 @cache
 def _load(library: Path) -> str | None:
     """Load the library once; the reason where there is none, it is another version's, or it cannot run here."""
-    if not library.exists():
-        return "aoquant was installed without its CPU kernels: pip install --no-build-isolation ., with torch and a C++ compiler"
-    if sources.others(library):
-        return "aoquant's CPU library was built for another version of aoquant: make cpu-kernels"
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        return f"aoquant's CPU library does not load ({error}): build it again for this torch"
-    logging.getLogger("aoquant.native").debug("loaded %s", library)
+    if (reason := sources.load(library, "CPU", "torch and a C++ compiler", "cpu-kernels")) is not None:
+        return reason
     return None if torch.ops.aoquant_cpu.level() else "aoquant's CPU kernels need AVX2 and fused multiply-adds"
 
 

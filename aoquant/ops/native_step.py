@@ -6,7 +6,6 @@ steps are repeated all the same, with an autograd function of Python's.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,11 @@ def why_not() -> str | None:
 @cache
 def _load(library: Path) -> str | None:
     """Load the library once; the reason where there is none, or it is another version's."""
-    if not library.exists():
-        return "aoquant was installed without its step library: pip install --no-build-isolation ., with nvcc and a CUDA torch"
-    if sources.others(library):
-        return "aoquant's step library was built for another version of aoquant: make kernels"
-    if not sources.holds(library, f"aoquant step for torch {torch.__version__}\0"):
+    if library.exists() and not sources.holds(library, f"aoquant step for torch {torch.__version__}\0"):
         return f"aoquant's step library was built for another torch than {torch.__version__}: build it again"
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        return f"aoquant's step library does not load ({error}): build it again for this torch"
-    router.watch(operator("pause"))
-    logging.getLogger("aoquant.native").debug("loaded %s", library)
-    return None
+    if (reason := sources.load(library, "step", "nvcc and a CUDA torch", "kernels")) is None:
+        router.watch(operator("pause"))
+    return reason
 
 
 @cache

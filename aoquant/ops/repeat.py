@@ -39,13 +39,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 class Kind:
     """Hold what is known of calls that are alike.
 
-    program: NEW, there was no call; ONCE, one; NEVER, it cannot be recorded. note: what the caller keeps beside it.
-    left_to_library: whether the caller has told a library all of it.
+    how, missing: all about its calls but their tensors. program: NEW, there was no call; ONCE, one; NEVER, it cannot be
+        recorded. note: what the caller keeps beside it. left_to_library: whether the caller has told a library all.
     """
 
-    __slots__ = ("left_to_library", "note", "program")
+    __slots__ = ("how", "left_to_library", "missing", "note", "program")
 
-    def __init__(self) -> None:
+    def __init__(self, how: Any = None, missing: int = 0) -> None:
+        self.how, self.missing = how, missing
         self.program: Any = NEW
         self.note: Any = None
         self.left_to_library = False
@@ -66,7 +67,7 @@ class Kind:
 class Repeats:
     """Hold the kinds of a function's calls.
 
-    told: families that the caller has told a library all of, by what the caller tells them apart.
+    told: families that the caller has told a library all of, by their `how`.
 
     `how` says all about a call but its tensors, and can be hashed; the first argument is a tensor. Where csrc's library
     knows a kind, it finds it by itself.
@@ -111,9 +112,9 @@ class Repeats:
             family.bind(kind, there)
         return kind.program(arguments), kind
 
-    def family(self, missing: int, *how: Any) -> Family | None:
-        """Return the kinds that a library finds of calls without the arguments of `missing`'s bits."""
-        return self._families.get((how, missing))
+    def family(self, kind: Kind) -> Family | None:
+        """Return the kinds that a library finds beside this one; None where it finds none of them."""
+        return self._families.get((kind.how, kind.missing))
 
     @property
     def only_family(self) -> Family | None:
@@ -134,7 +135,7 @@ class Repeats:
         key = but_layouts, device, *layouts
         found = self.kinds.get(key)
         if found is None and len(self.kinds) < MOST:
-            found = self.kinds.setdefault(key, Kind())
+            found = self.kinds.setdefault(key, Kind(*but_layouts))
         return found
 
 

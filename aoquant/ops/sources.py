@@ -1,4 +1,4 @@
-"""Which sources of csrc a library was built from.
+"""Load csrc's libraries, and tell which sources they were built from.
 
 A library of other sources may take other arguments for the same ones, and give other bits without an error. So its
 builder (csrc/builder.py, csrc/cpu_builder.py, which run this file) writes a digest of the sources into it, as the name
@@ -11,8 +11,11 @@ The file is read, not loaded: what is loaded registers its operators, and stays.
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 from pathlib import Path
+
+import torch
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 PARTS = {
@@ -30,6 +33,23 @@ def symbol(library: str) -> str | None:
     for file in sorted(file for part in PARTS[library] for file in CSRC.glob(part)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return f"aoquant_sources_{digest.hexdigest()[:16]}"
+
+
+def load(library: Path, name: str, needs: str, make: str) -> str | None:
+    """Load a library, once; return the reason where there is none, it is another version's, or it does not load.
+
+    name: as users are told. needs: what an install builds it with. make: the target that builds it in a checkout.
+    """
+    if not library.exists():
+        return f"aoquant was installed without its {name} library: pip install --no-build-isolation ., with {needs}"
+    if others(library):
+        return f"aoquant's {name} library was built for another version of aoquant: make {make}"
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return f"aoquant's {name} library does not load ({error}): build it again for this torch"
+    logging.getLogger("aoquant.native").debug("loaded %s", library)
+    return None
 
 
 def others(library: Path) -> bool:

@@ -364,7 +364,7 @@ def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
 
 
 def test_no_row_is_behind_torchaos_on_the_same_text(real: Any) -> None:
-    """Of the same seed, tokens and rate, each as it is served: word perplexity, and KL within a tenth."""
+    """Compare rows of one seed, tokens and rate, as they are served: word perplexity, and KL within a tenth."""
     publish, rows = (importlib.import_module(f"real_models.{name}") for name in ("publish", "rows"))
     trained = publish.only(publish.read("real_gemma"), stage="qat", tokens=publish.TOKENS, seed="0")
     for name, (recipe, *_) in rows.SERVED.items():

@@ -176,7 +176,7 @@ def test_the_command_line_converts_embeddings(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_line_scores_a_checkpoint_with_quantised_embeddings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a class that scales its rows, whose scale no file holds."""
+    """Score embeddings of a class that scales its rows, whose scale no file holds."""
     model = made("gemma3")
     quantize_(model, config(model, "int8-weight"))
     save_pretrained(model, tmp_path / "saved", byte_level())

@@ -210,8 +210,8 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native_cpu, "torch_multiplies_integers", lambda quick=quick: quick)
         assert said in why("torch-integers", "int8-row", "int8-row")
     monkeypatch.setattr(native_cpu, "LIBRARY", Path("absent.so"))
-    assert "installed without its CPU kernels" in why("cpu-decode", "int4-g128")
-    assert "installed without its CPU kernels" in why("cpu-integers", "int8-row", "int8-row")
+    assert "installed without its CPU library" in why("cpu-decode", "int4-g128")
+    assert "installed without its CPU library" in why("cpu-integers", "int8-row", "int8-row")
     assert why("torch-integers", "int8-row", "int8-row") == "runs"
 
 

@@ -219,7 +219,7 @@ def test_a_library_of_other_sources_is_not_loaded(module: Any, tmp_path: Path, m
 
 def test_reasons_for_a_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent, broken = tmp_path / "absent.so", tmp_path / "broken.so"
-    assert "installed without its CUDA kernels" in (native._load(absent) or "")
+    assert "installed without its CUDA library" in (native._load(absent) or "")
     broken.write_bytes(b"no library")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert native._load.__wrapped__(broken) == "aoquant's CUDA library needs a torch with CUDA"

@@ -38,7 +38,7 @@ def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: An
 
 
 def narrow_llama() -> LlamaForCausalLM:
-    """No biases, no tie, 64 wide; the same weights in every test."""
+    """No biases, no tie, 64 wide; its weights are always the same."""
     torch.manual_seed(0)
     return llama(attention_bias=False, **NARROW)
 
@@ -46,7 +46,7 @@ def narrow_llama() -> LlamaForCausalLM:
 def tiny_llama(
     recipe: str | None = None, vocabulary: int = 32, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **size: int
 ) -> LlamaForCausalLM:
-    """One block, 32 wide, its head tied, prepared with `recipe` if there is one; the same weights in every test."""
+    """Return one block, 32 wide, with a tied head, prepared with a recipe if there is one, always with the same weights."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, **size}
     config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, tie_word_embeddings=True, **sizes)

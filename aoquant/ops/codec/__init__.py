@@ -180,10 +180,10 @@ def transposed(operand: Operand, e: Encoded, padded: int) -> Encoded:
 
 
 def _longer(x_RK: Tensor, k: int) -> Tensor:
-    """x with zeros behind K."""
+    """Return x, with zeros behind K where it is shorter."""
     return longer(x_RK, k) if k > x_RK.shape[1] else x_RK
 
 
 def longer(x_RK: Tensor, k: int) -> Tensor:
-    """A contiguous copy of x with zeros behind K: `pad`, of operators that csrc's programs know."""
+    """Return a contiguous copy of x with zeros behind K: `pad`, of operators that csrc's programs know."""
     return torch.cat((x_RK, x_RK.new_zeros(x_RK.shape[0], k - x_RK.shape[1])), 1)
