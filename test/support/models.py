@@ -46,7 +46,7 @@ def narrow_llama() -> LlamaForCausalLM:
 def tiny_llama(
     recipe: str | None = None, vocabulary: int = 32, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **size: int
 ) -> LlamaForCausalLM:
-    """Return one block, 32 wide, with a tied head, prepared with a recipe if there is one, always with the same weights."""
+    """Return one block, 32 wide, with a tied head, prepared if a recipe is named, and always with the same weights."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, **size}
     config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
