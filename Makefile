@@ -16,7 +16,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
-UNCOMPILED := tests?|testing|models|lexers|tasks|pip|setuptools|_vendor|nltk|fontTools|mypyc?|aiohttp|backrefs|pymdownx
 
 # Else each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,11 +24,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-# pip compiles modules one by one, a minute for these packages: here on all cores, but for folders of which little is imported.
+# Modules are compiled when they are first imported: most never are, and pip compiles all of them, one by one.
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[all,dev]'
-	$(BIN)/python -m compileall -qq -j 0 -x '/site-packages/(.*/)?($(UNCOMPILED))/' $(VENV)/lib || true  # some files are templates, not Python
 	touch $@
 
 # CUDA kernels into this checkout; needs nvcc and a CUDA torch in the environment.

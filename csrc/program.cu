@@ -55,15 +55,18 @@ std::vector<Tensor> run_on_gpu(const program::Program& found, const std::vector<
 
 std::vector<Tensor> run(int64_t number, std::vector<Tensor> arguments) { return run_on_gpu(*program::find(number, arguments), arguments); }
 
-// The program of a call; -1 where there is none, or a CUDA graph is captured.
-int64_t find_in_family(int64_t family, std::vector<Tensor> arguments) {
+// The program of a call, and its number; -1 where there is none, or a CUDA graph is captured.
+std::pair<std::shared_ptr<const program::Program>, int64_t> bound(int64_t family, const std::vector<Tensor>& arguments) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (arguments.empty() || cudaStreamIsCapturing(current_stream(arguments[0]), &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) return -1;
-  return program::bound(family, arguments).second;
+  if (arguments.empty() || cudaStreamIsCapturing(current_stream(arguments[0]), &status) != cudaSuccess || status != cudaStreamCaptureStatusNone)
+    return {nullptr, -1};
+  return program::bound(family, arguments);
 }
 
+int64_t find_in_family(int64_t family, std::vector<Tensor> arguments) { return bound(family, arguments).second; }
+
 std::tuple<std::vector<Tensor>, int64_t> run_family(int64_t family, std::vector<Tensor> arguments) {
-  auto [found, number] = program::bound(family, arguments);
+  auto [found, number] = bound(family, arguments);
   if (found == nullptr) return {std::vector<Tensor>(), number};
   return {run_on_gpu(*found, arguments), number};
 }

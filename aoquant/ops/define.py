@@ -31,10 +31,11 @@ from torch._dynamo.decorators import skip
 
 from aoquant.formats import Encoded, Scales
 
-from . import program, repeat, router
+from . import native_step, program, repeat, router
 from .boundary import SCHEMA, Arguments, Flat, Result
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
+native_step.why_not()  # its kernels of repeated ops are there before any thread calls one
 _SIGNATURES: list[str] = [SCHEMA]  # of every op
 _ORDINARY = (Tensor, torch.nn.Parameter)
 P = ParamSpec("P")
@@ -101,9 +102,24 @@ class Op(Generic[P, R]):
         """The kernel of the registered op, repeated where it can be. Its results alias nothing; those of the function
         may.
         """
-        (tensors, numbers, words), body = flat, functools.partial(self._flat_body, *flat)
-        made = body() if self._repeats is None else self._repeats(body, tensors, words, *numbers, router.generation())
+        body = functools.partial(self._flat_body, *flat)
+        made = body() if self._repeats is None else self._repeated(self._repeats, body, *flat)
         return made[0] if self._result.single else tuple(made)
+
+    def _repeated(self, repeats: repeat.Repeats, body: Any, tensors: Any, numbers: Any, words: str) -> Any:
+        made, kind = repeats.repeated(tensors, words, *numbers, router.generation())
+        if kind is None:
+            return body()
+        if made is None:
+            return kind(body, tensors)
+        if not kind.left_to_library:  # from now on the step library has such calls before Python
+            family = repeats.family(kind)
+            if family is not None and native_step.why_not() is None:
+                native, none = kind.program.native, kind.program.none or [False] * len(made)
+                how = numbers, words, family.number, native.number, tensors[0].is_cuda, none
+                native_step.operator("learn_op")(self.overload.name(), *how)
+            kind.left_to_library = True
+        return made
 
     def _flat_body(self, *flat: Any) -> Sequence[Tensor | None]:
         args, device = self.arguments.read(*flat), flat[0][0].device.type

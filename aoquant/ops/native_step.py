@@ -1,7 +1,8 @@
-"""The library that `csrc/step/` builds: autograd's node of a layer's step that is repeated (linear/replay.py).
+"""The library that `csrc/step/` builds: autograd's node of a layer's step that is repeated (linear/replay.py), and the
+ops of compiled steps (define.py).
 
 It lies beside this file when the install built the CUDA kernels (`csrc/step_builder.py`), and it need not be there:
-steps are repeated all the same, with an autograd function of Python's.
+steps are repeated all the same, with an autograd function and ops of Python's.
 """
 
 from __future__ import annotations

@@ -147,6 +147,7 @@ def register(*backends: Backend) -> None:
     _backends.sort(key=lambda b: -b.priority)
     _routes.clear()
     _generation += 1
+    _opened(0)
 
 
 def generation() -> int:
@@ -205,7 +206,9 @@ def _opened(blocks: int) -> None:
 
 
 def watch(watcher: Callable[[int], None]) -> None:
-    """Tell `watcher` by how many the open blocks of `backend`, in all threads, become more: once now, if some are."""
+    """Tell `watcher` by how many the open blocks of `backend`, in all threads, become more, at once for those that are
+    open; and 0 when backends are added.
+    """
     with _opening:
         _watchers.append(watcher)
         watcher(_open_blocks)

@@ -1,8 +1,10 @@
-// A repeated layer's node of autograd: its forward and its backward run recorded programs (program.h) without Python.
+// A repeated layer's node of autograd, and the ops of a compiled step: both run recorded programs (program.h) without
+// Python.
 //
-// aoquant/linear/replay.py asks for a forward and says what a kind of forwards leaves for backward. What is not ordinary,
-// or not known, goes back to Python. torch's stable ABI knows no autograd, so this library serves the torch alone that it
-// was built with.
+// aoquant/linear/replay.py asks for a forward and says what a kind of forwards leaves for backward. Compiled code calls
+// the ops by themselves, and aoquant/ops/define.py says which program a call of one is. What is not ordinary, or not
+// known, goes back to Python. torch's stable ABI knows no autograd, so this library serves the torch alone that it was
+// built with.
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -14,10 +16,14 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <unordered_map>
@@ -42,10 +48,13 @@ struct Kind {
   int64_t number, family, saved, asked;
 };
 
-constexpr int64_t INPUTS = 3;  // x, w and bias
+constexpr int64_t INPUTS = 3;    // x, w and bias
+constexpr size_t ARGUMENTS = 3;  // of an op: tensors, numbers and words
 
 std::mutex mutex;
 std::unordered_map<int64_t, std::shared_ptr<const Kind>> kinds;  // by the number of a forward's program and its library
+std::unordered_map<std::string, int64_t> families;               // of an op's calls, by `call_of`
+std::unordered_map<int64_t, std::vector<bool>> missing;           // which results of an op's program are none, by `key`
 std::atomic<int64_t> paused = 0;                                  // blocks that choose kernels, in all threads
 
 template <typename Signature>
@@ -57,13 +66,19 @@ c10::TypedOperatorHandle<Signature> op(const char* name) {
 struct Library {
   c10::TypedOperatorHandle<int64_t(int64_t, at::TensorList)> find;
   c10::TypedOperatorHandle<Tensors(int64_t, at::TensorList)> run;
+  c10::TypedOperatorHandle<std::tuple<Tensors, int64_t>(int64_t, at::TensorList)> find_and_run;
+
+  explicit Library(const std::string& name)
+      : find(op<int64_t(int64_t, at::TensorList)>((name + "::family_find").c_str())),
+        run(op<Tensors(int64_t, at::TensorList)>((name + "::program_run").c_str())),
+        find_and_run(op<std::tuple<Tensors, int64_t>(int64_t, at::TensorList)>((name + "::family_run").c_str())) {}
 
   static const Library& of(const Tensor& t) {
     if (t.is_cuda()) {
-      static const Library cuda{op<int64_t(int64_t, at::TensorList)>("aoquant_native::family_find"), op<Tensors(int64_t, at::TensorList)>("aoquant_native::program_run")};
+      static const Library cuda("aoquant_native");
       return cuda;
     }
-    static const Library cpu{op<int64_t(int64_t, at::TensorList)>("aoquant_cpu::family_find"), op<Tensors(int64_t, at::TensorList)>("aoquant_cpu::program_run")};
+    static const Library cpu("aoquant_cpu");
     return cpu;
   }
 };
@@ -74,7 +89,9 @@ int64_t key(int64_t program, bool cuda) { return 2 * program + cuda; }
 bool ordinary(const Tensors& tensors) {
   constexpr c10::DispatchKeySet strange({c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
                                          c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Sparse, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  if (paused != 0 || c10::impl::dispatch_mode_enabled() || at::impl::torch_function_mode_enabled()) return false;
+  const char* forced = std::getenv("AOQUANT_BACKEND");
+  if (paused != 0 || (forced != nullptr && *forced != 0)) return false;
+  if (c10::impl::dispatch_mode_enabled() || at::impl::torch_function_mode_enabled()) return false;
   if (at::autocast::is_autocast_enabled(tensors[0].device().type())) return false;
   for (const Tensor& t : tensors)
     if (t.key_set().has_any(strange)) return false;
@@ -131,12 +148,10 @@ struct QuantizedLinearBackward : Node {
   Tensors gradients_of(const Tensors& given) const {
     static const auto python = op<Tensors(int64_t, at::TensorList)>("aoquant_step::gradients");
     if (!at::GradMode::is_enabled() && ordinary(given)) {
-      const Library& library = Library::of(given[0]);
-      if (int64_t program = library.find.call(kind->family, given); program >= 0) {
-        try {
-          return library.run.call(program, given);
-        } catch (const std::exception&) {  // the backward's own error comes from its steps, one by one
-        }
+      try {
+        auto [made, program] = Library::of(given[0]).find_and_run.call(kind->family, given);
+        if (program >= 0) return made;
+      } catch (const std::exception&) {  // the backward's own error comes from its steps, one by one
       }
     }
     // straight to Python's: functorch has no rule for this operator, and sees those that it calls
@@ -187,20 +202,88 @@ void learn(int64_t program, bool cuda, int64_t number, int64_t family, int64_t s
   kinds.insert_or_assign(key(program, cuda), std::move(made));
 }
 
-void pause(int64_t blocks) { paused += blocks; }
+std::string call_of(const std::string& op, at::IntArrayRef numbers, const std::string& words) {
+  std::string made = op + '\n' + words + '\n';
+  return made.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+}
+
+// Results of an op's call, whose arguments end the stack: none where it is not known, or its program fails.
+std::optional<Tensors> results_of(const std::string& op, const torch::jit::Stack& stack) {
+  const c10::IValue *arguments = &stack[stack.size() - ARGUMENTS], &tensors = arguments[0], &numbers = arguments[1];
+  if (!tensors.isTensorList() || !numbers.isIntList()) return std::nullopt;
+  const Tensors given = tensors.toTensorVector();
+  if (given.empty() || !ordinary(given)) return std::nullopt;
+  if (at::GradMode::is_enabled() && std::any_of(given.begin(), given.end(), [](const Tensor& t) { return t.requires_grad(); })) return std::nullopt;
+  int64_t family;
+  {
+    const std::string call = call_of(op, numbers.toIntVector(), arguments[2].toStringRef());
+    std::lock_guard lock(mutex);
+    auto found = families.find(call);
+    if (found == families.end()) return std::nullopt;
+    family = found->second;
+  }
+  Tensors made;
+  int64_t program;
+  try {
+    at::NoGradGuard no_grad;
+    std::tie(made, program) = Library::of(given[0]).find_and_run.call(family, given);
+  } catch (const std::exception&) {  // the op's own error comes from its steps, one by one
+    return std::nullopt;
+  }
+  std::lock_guard lock(mutex);
+  auto none = missing.find(key(program, given[0].is_cuda()));
+  if (program < 0 || none == missing.end()) return std::nullopt;
+  Tensors whole(none->second.size());
+  for (size_t i = 0, next = 0; i < whole.size(); ++i)
+    if (!none->second[i]) whole[i] = std::move(made.at(next++));
+  return whole;
+}
+
+// An op that compiled steps repeat.
+void repeated(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  std::optional<Tensors> made = results_of(op.operator_name().name, *stack);
+  // Python's kernel is there for all devices, of which csrc takes two
+  if (!made) return op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::XPU), stack);
+  torch::jit::drop(*stack, ARGUMENTS);
+  for (Tensor& t : *made) stack->emplace_back(std::move(t));
+}
+
+// Lets calls of an op with these numbers and words run the programs of `family`, of which `program` is one. none: which
+// of its results are missing.
+void learn_op(const std::string& op, at::IntArrayRef numbers, const std::string& words, int64_t family, int64_t program, bool cuda, const c10::List<bool>& none) {
+  std::lock_guard lock(mutex);
+  families.insert_or_assign(call_of(op, numbers, words), family);
+  missing.insert_or_assign(key(program, cuda), std::vector<bool>(none.begin(), none.end()));
+}
+
+// Tells of blocks that choose kernels; 0: other kernels are there, and ops may choose among them anew.
+void pause(int64_t blocks) {
+  paused += blocks;
+  if (blocks != 0) return;
+  std::lock_guard lock(mutex);
+  families.clear();
+}
+
+void take_ops(torch::Library& m) {
+  for (const char* op : {"encode", "matmul", "gradients"}) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&repeated>());
+}
 
 }  // namespace
 
 TORCH_LIBRARY(aoquant_step, m) {
   m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int)");
   m.def("learn(int program, bool cuda, int number, int family, int saved, int asked) -> ()");
+  m.def("learn_op(str op, int[] numbers, str words, int family, int program, bool cuda, bool[] none) -> ()");
   m.def("pause(int blocks) -> ()");
   m.def("gradients(int number, Tensor[] given) -> Tensor[]");  // Python's
 }
 TORCH_LIBRARY_IMPL(aoquant_step, CompositeImplicitAutograd, m) {
   m.impl("forward", &forward);
   m.impl("learn", &learn);
+  m.impl("learn_op", &learn_op);
   m.impl("pause", &pause);
 }
+TORCH_LIBRARY_IMPL(aoquant, CUDA, m) { take_ops(m); }
+TORCH_LIBRARY_IMPL(aoquant, CPU, m) { take_ops(m); }
 
 }  // namespace aoquant::step

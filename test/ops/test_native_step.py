@@ -1,5 +1,5 @@
 """The step library: wrong arguments, another torch's library, compiled autograd and functorch, hooks and threads that
-raise or race, and blocks that choose kernels.
+raise or race, blocks that choose kernels, and the ops of compiled steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from aoquant import ops, quantize_
 from aoquant.linear import replay
-from aoquant.ops import native_step, repeat, router, sources
+from aoquant.ops import define, native_step, repeat, router, sources
 from aoquant.recipes import get_recipe
 
 
@@ -113,8 +113,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return model
 
 
-def tokens() -> Tensor:
-    return torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True)
+def tokens(device: torch.device | None = None) -> Tensor:
+    return torch.ones(2, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
 
 
 def test_vmap_goes_through_a_backward(model: nn.Module) -> None:
@@ -168,3 +168,93 @@ def test_threads_that_learn_at_once_give_the_library_one_implementation(monkeypa
     with ThreadPoolExecutor(4) as pool:
         ready = list(pool.map(lambda _: replay._step_library() and made[0].ready, range(4)))
     assert ready == [True] * 4 and len(made) == 1
+
+
+def test_the_library_takes_the_ops_that_compiled_steps_repeat() -> None:
+    every = [op for op in vars(ops).values() if isinstance(op, define.Op)]
+    taken = [
+        [torch._C._dispatch_has_kernel_for_dispatch_key(op.overload.name(), key) for key in ("CPU", "CUDA")]
+        for op in every
+    ]
+    assert len(every) > 9 and taken == [[op._repeats is not None] * 2 for op in every]
+
+
+class Compiled:
+    """A compiled layer's steps. seen: the calls of its ops that Python repeats, by the ops' names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recipe: str, device: torch.device) -> None:
+        self.seen, self.device = list[str](), device
+        monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+        for name in ("encode", "matmul", "gradients"):
+            monkeypatch.setattr(getattr(ops, name), "_repeats", Seen(self.seen, name))
+        self.layer = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16, device=device))
+        quantize_(self.layer, get_recipe(recipe).prepare())
+        torch._dynamo.reset()
+        self.compiled = torch.compile(self.layer, backend="aot_eager" if device.type == "cpu" else "inductor")
+
+    def step(self, layer: Any = None) -> list[Tensor | None]:
+        """Return output and gradients."""
+        x = tokens(self.device)
+        self.layer.zero_grad()
+        y = (layer or self.compiled)(x)
+        y.backward(torch.ones_like(y))
+        return [y.detach(), x.grad, *(p.grad for p in self.layer.parameters())]
+
+    def asked(self) -> set[str]:
+        """Make a step with the eager one's bits; return the ops that Python repeated in it."""
+        want = self.step(self.layer)
+        self.seen.clear()
+        assert all(map(same_bytes, self.step(), want))
+        return set(self.seen)
+
+
+class Seen(repeat.Repeats):
+    """List the calls."""
+
+    def __init__(self, seen: list[str], name: str) -> None:
+        super().__init__()
+        self.seen, self.name = seen, name
+
+    def repeated(self, *given: Any) -> Any:
+        """Note one."""
+        self.seen.append(self.name)
+        return super().repeated(*given)
+
+
+@pytest.mark.parametrize("recipe", ["int4-g128", "int8", "nvfp4", "fp8-hybrid"])
+def test_a_compiled_step_asks_python_for_what_is_unusual(
+    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cpu" and not recipe.startswith("int"):
+        pytest.skip("no library has these programs here")
+    compiled = Compiled(monkeypatch, recipe, device)
+    every = compiled.asked()
+    assert {"matmul", "gradients"} <= every
+    for _ in range(3):
+        compiled.asked()
+    here = every - compiled.asked()  # not all programs are csrc's on a CPU
+    assert here and (here == every or device.type == "cpu")
+    with ops.backend("reference"):
+        assert compiled.asked() == every
+    assert not here & compiled.asked()
+    monkeypatch.setenv("AOQUANT_BACKEND", "reference")
+    assert compiled.asked() == every
+    monkeypatch.delenv("AOQUANT_BACKEND")
+    assert not here & compiled.asked()
+    router.register()
+    assert compiled.asked() == every
+    for _ in range(3):
+        compiled.asked()
+    assert not here & compiled.asked()
+
+
+def test_an_op_whose_program_fails_is_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = Compiled(monkeypatch, "int4-g128", torch.device("cpu"))
+    for _ in range(5):
+        every = compiled.asked()
+    (family,) = ops.matmul._repeats._families.values()  # type: ignore[union-attr]
+    (kind,) = ops.matmul._repeats.kinds.values()  # type: ignore[union-attr]
+    assert "matmul" not in every
+    torch.ops.aoquant_cpu.program_forget(kind.program.native.number)
+    torch.ops.aoquant_cpu.family_forget(family.number)
+    assert "matmul" in compiled.asked()
