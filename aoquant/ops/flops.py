@@ -7,8 +7,8 @@ registers them. Importing aoquant does not, because it would import the counter.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from . import grouped
@@ -46,13 +46,15 @@ _FORMULAS: dict[Callable[..., int], tuple[Any, ...]] = {
     _dgrad: (grouped.grouped_dgrad,),
     _wgrad: (grouped.grouped_wgrad,),
     _gradients: (gradients,),
-}
+}  # that are not registered yet: each goes once
+_registering = threading.Lock()
 
 
-@cache
 def register() -> None:
     """Have modes that are made from now on count these GEMMs."""
     from torch.utils.flop_counter import register_flop_formula
 
-    for formula, ops in _FORMULAS.items():
-        register_flop_formula([op.overload.overloadpacket for op in ops])(formula)
+    with _registering:
+        while _FORMULAS:
+            formula, ops = _FORMULAS.popitem()
+            register_flop_formula([op.overload.overloadpacket for op in ops])(formula)

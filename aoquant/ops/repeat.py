@@ -28,7 +28,7 @@ from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
 from . import router
-from .program import Program, record
+from .program import Program, record, recording
 
 FIRST_DEVICE = 0  # the least `get_device()` of a tensor whose calls are repeated; a CPU's is -1
 MOST = 1024  # kinds of a function's calls that are recorded
@@ -191,6 +191,7 @@ def unusual(t: Tensor) -> bool:
         _len_torch_dispatch_stack()
         or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
         or _is_torch_function_mode_enabled()
+        or recording()  # whose mode is no mode to what it calls
         or router.forcing()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0

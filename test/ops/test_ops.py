@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from support.formats import ONE_OF_EACH as FORMATS
 from support.gemm import arguments, coded, dgrad, kept, parts, wgrad
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
+from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -182,6 +185,22 @@ def test_gradient_ops_are_well_formed(name: str, symbolic: bool) -> None:
     opcheck(ops.gradients, g, kept(encoded(name, w), operand), None, symbolic=symbolic)
     opcheck(ops.gradients, g, None, kept(encoded(name, x), operand), symbolic=symbolic)
     opcheck(ops.saturated, x, operand, symbolic=symbolic)
+
+
+def test_threads_register_each_flop_formula_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = list[Any]()
+
+    def slow(targets: Any) -> Any:
+        time.sleep(0.02)
+        registered.extend(targets)
+        return lambda formula: formula
+
+    monkeypatch.setattr(flops, "_FORMULAS", {abs: (ops.matmul,), max: (ops.gradients,)})
+    monkeypatch.setattr(flop_counter, "register_flop_formula", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: flops.register(), range(4)))
+    assert set(registered) == {ops.matmul.overload.overloadpacket, ops.gradients.overload.overloadpacket}
+    assert len(registered) == 2
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,14 @@ def test_programs_go_with_what_repeats_them() -> None:
     assert run(number, pair()) == ([], -1) and find(number, pair()) == -1
     with pytest.raises(RuntimeError, match=f"no program {native.number}"):
         native.run(pair())
+
+
+def test_a_call_inside_a_recording_is_not_recorded_by_itself() -> None:
+    inner = Counted()
+    outer = Counted(lambda x, y: [inner(x, y)[1]])
+    for _ in range(3):
+        outer(*pair())
+    assert outer.is_repeated(*pair()) and not any(kind.program is repeat.NEVER for kind in inner.repeats.kinds.values())
+    for _ in range(2):
+        inner(*pair())
+    assert inner.is_repeated(*pair())
