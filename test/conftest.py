@@ -27,7 +27,9 @@ gc.disable()  # until tests are collected: imports make millions of objects and 
 
 if not torch.cuda.is_available():
     os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # where mslk is installed without a GPU, its import breaks torchao's
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
+if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
+    # more are processes, each of which imports torch, and forks while threads run
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # A slow machine is not a bug, so no deadline; the pytest timeout catches what hangs.
 settings.register_profile("aoquant", deadline=None)

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from aoquant import ops, quantize_
-from aoquant.linear import replay
+from aoquant.linear import function, replay
 from aoquant.ops import define, native_step, repeat, router, sources
 from aoquant.recipes import get_recipe
 
@@ -135,6 +135,16 @@ def test_an_error_of_a_hook_of_saved_tensors_is_the_callers(model: nn.Module) ->
     with pytest.raises(RuntimeError, match="no room"), saved_tensors_hooks(pack, lambda t: t):
         model(tokens())
     assert len(calls) == 1
+
+
+def test_a_backward_reads_what_the_environment_forces(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, real = list[Any](), function._gradients
+    monkeypatch.setattr(function, "_gradients", lambda *given: ran.append(given) or real(*given))
+    for forced in ("", "reference"):
+        y = model(tokens())
+        monkeypatch.setenv("AOQUANT_BACKEND", forced)
+        y.backward(torch.ones_like(y))
+        assert len(ran) == bool(forced)
 
 
 def test_a_program_that_fails_is_left_to_python() -> None:
