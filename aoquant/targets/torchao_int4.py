@@ -46,8 +46,6 @@ def _int4_weight_only(config: Any) -> Target:
         )
     if layout == Int4PackingFormat.TILE_PACKED_TO_4D:
         return _tile_packed(config)
-    if config.int4_choose_qparams_algorithm == Int4ChooseQParamsAlgorithm.HQQ:
-        raise ValueError("int4_choose_qparams_algorithm HQQ goes with int4_packing_format tile_packed_to_4d alone")
     shuffled = layout == Int4PackingFormat.PRESHUFFLED
     format = Int4(group(config.group_size), "bfloat16") if shuffled else Int4(group(config.group_size))
     return _mslk(format, None, shuffled=shuffled)

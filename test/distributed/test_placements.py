@@ -123,6 +123,22 @@ def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
             assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), (dim, kind, reason)
 
 
+class JetMoeParallelExperts(nn.Module):
+    """Stand for a class that multiplies by its experts in a forward of its own, which the name says."""
+
+
+def test_a_class_with_a_forward_of_its_own_is_prepared_sharded_by_fsdp_alone(mesh: DeviceMesh) -> None:
+    """FSDP gathers a weight before its module's forward; codes of a shard would reach that forward as they are."""
+    module = JetMoeParallelExperts()
+    module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(0)))
+    chosen, target = Chosen("experts.weight", module, None), resolve(Int4WeightConfig(32))
+    for managed in (False, True):
+        module._is_fsdp_managed_module = managed  # type: ignore[assignment]
+        for step in ("prepare", "convert", "quantize"):
+            refused = "forward of its own" in (stack_changes.why_not(chosen, step, target) or "")
+            assert refused is not (managed and step == "prepare"), (managed, step)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_prepared_experts_of_a_rank_take_tokens_of_other_ranks(mesh: DeviceMesh, implementation: str) -> None:
     """Its own experts' part of the sum. Only the class's own forward cannot skip a token, and refuses to run."""

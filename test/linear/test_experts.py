@@ -349,7 +349,7 @@ def test_a_float_stack_beside_a_prepared_one_takes_tokens_of_other_ranks(family:
     model = made(family, way)
     quantize_(model, QATConfig(FqnToConfig({f"experts.{prepared}": Int4WeightConfig(32)})))
     x, index, weights = routed(16, "random")
-    for elsewhere in (1, 5):
+    for elsewhere in (1, 5, index.numel()):
         others = index.clone()
         others.view(-1)[:elsewhere] = E
         own = others.clamp(max=E - 1), weights.masked_fill(others == E, 0)

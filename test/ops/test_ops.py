@@ -67,6 +67,14 @@ def request(contract: str, **options: Any) -> Request:
     return Request(contract, get_format(x_name) if x_name else None, get_format(w_name), **shape)
 
 
+@pytest.mark.parametrize("contract", OPERANDS)
+def test_a_wider_bias_leaves_the_results_dtype(contract: str) -> None:
+    given = list(gemm(contract))
+    given[2] = given[2].float()
+    with backend("reference", role="gemm"):
+        assert ops.matmul(*given).y.dtype is BF16
+
+
 # Schemas, fakes, autograd registration and symbolic shapes
 
 
