@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -153,11 +154,14 @@ def test_prepared_experts_of_a_rank_take_tokens_of_other_ranks(mesh: DeviceMesh,
         setattr(experts, name, nn.Parameter(on(mesh, getattr(experts, name).detach()[:4], Shard(0))))
     assert torch.equal(experts(x, index, weights), want)
     set_fake_quant(model, False)
-    if implementation == "eager":
-        with pytest.raises(ValueError, match="set_experts_implementation"):
-            experts(x, index, weights)
-    else:
-        assert experts(x, index, weights).shape == x.shape
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    for holds in (experts, converted.model.layers[0].mlp.experts):
+        if implementation == "eager":
+            with pytest.raises(ValueError, match="set_experts_implementation"):
+                holds(x, index, weights)
+        else:
+            assert holds(x, index, weights).shape == x.shape
 
 
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 0, 0)), (1, (2, 2, 1)), (2, (4, 4, 1))])

@@ -63,3 +63,13 @@ def test_constant_blocks_under_quest_are_saved_by_what_the_warning_advises() -> 
     with pytest.warns(UserWarning, match="100.0% of the weight's blocks .* use MXFP4WeightConfig"):
         quantize_(nn.Sequential(layer), MXFP4WeightConfig("quest"))
     assert torch.equal(get_format("mxfp4").fake_quantize(x), x)
+
+
+@pytest.mark.parametrize(("dtype", "floored"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_an_integers_scale_is_on_the_floor_of_its_own_dtype(dtype: torch.dtype, floored: bool) -> None:
+    """The least positive float16 is an ordinary bfloat16."""
+    fmt = get_format("intx4-g32")
+    coded = fmt.encode(torch.ones(2, 64, dtype=dtype))
+    assert not fmt.floored(coded).any()
+    tiny = coded._replace(scale=torch.full_like(coded.scales, 2.0**-24))
+    assert fmt.floored(tiny).all() == fmt.floored(tiny).any() == floored

@@ -352,6 +352,8 @@ def test_the_recovered_share_follows_sign_and_significance() -> None:
         (job.recovered(base, ptq, half), "50 % of PTQ's loss"),
         (job.recovered(score(-40.0), score(-44.0), score(-42.0)), "n/a"),  # one document
         (job.recovered(base, score(-40.5, -40.6, -42.4), half), "n/a"),  # a loss within noise
+        (job.recovered(base, score(-40.2, -41.8, -44.0), half), "n/a"),  # 1.9 of its standard errors
+        (job.recovered(base, score(-40.5, -41.8, -43.7), half), "nothing ("),  # 2.8
         (job.recovered(base, score(-38.0, -39.01, -40.0), base), "n/a"),  # PTQ gains
         (job.recovered(base, ptq, score(-45.0, -46.0, -47.1)), "nothing ("),  # QAT loses more
         (job.recovered(base, ptq, score(-43.5, -45.5, -46.1)), "nothing beyond noise"),

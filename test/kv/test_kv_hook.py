@@ -237,6 +237,9 @@ def test_scales_that_came_from_nowhere(scale: Any, values: float, calibrated: bo
         module.v_scale.fill_(values)
         module.kv_quant.calibrated = calibrated
     assert hook.uncalibrated(modules.values()) == (list(modules) if warned else [])
+    first = next(iter(modules.values()))
+    first.v_scale = first.v_scale.to("meta")  # not loaded yet
+    assert hook.uncalibrated([first]) == []
     assert hook.uncalibrated(hook.quantised(prepared(format="q8_0", scale="pow2")).values()) == []
 
 

@@ -266,6 +266,7 @@ def test_explain() -> None:
         said = aoquant.explain(one.get_submodule(LAYER))
         assert f"{LAYER}: {state} KV cache, fp8; k_scale 0.0625, v_scale 0.0625; 128 bytes a token" in str(said)
         assert [r.backend for r in said.routes] == ["torch", *["the model's attention function, on decoded values"] * 2]
+        assert [(r.first, r.last) for r in said.routes] == [(1, None), (1, 1), (2, None)]
     with pytest.raises(ValueError, match="attention module with a quantised KV cache"):
         aoquant.explain(model().get_submodule(LAYER))
 

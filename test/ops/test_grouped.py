@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, get_operand
-from aoquant.ops import stacks
+from aoquant.ops import grouped, stacks
 from aoquant.ops.grouped import BLOCK, _blocks
 from aoquant.ops.quantized import Ask
 
@@ -55,6 +55,16 @@ def test_a_stack_is_its_experts(name: str, transposed: bool, monkeypatch: pytest
             alphas = [operand.format.alpha(e) for e in alone]
             wanted = None if alphas[0] is None else torch.cat([a.expand(N, 1) for a in alphas if a is not None])
             assert same_bytes(made.alpha, wanted)
+
+
+def test_the_kernels_for_a_gpu_name_what_they_cannot_take() -> None:
+    cuda = torch.device("cuda")
+    for given, wanted in (
+        ((torch.float16, K, N, cuda), "bfloat16, got torch.float16"),
+        ((torch.bfloat16, K + 8, N, cuda), f"got {K + 8} and {N}"),
+        ((torch.bfloat16, K, N, torch.device("cpu")), "CUDA"),
+    ):
+        assert wanted in str(grouped.why_not(*given))
 
 
 def test_what_is_no_stack_is_named() -> None:

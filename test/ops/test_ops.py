@@ -324,6 +324,8 @@ def test_explain_gives_every_backend_a_verdict_and_one_runs(contract: str) -> No
 def test_explain_names_the_shape_that_a_kernel_refuses() -> None:
     rows = dict(explain(request("fp8_scaled_mm", k=40)))
     assert "K = 40" in rows["torch._scaled_mm"] and rows["reference"] == "runs"
+    elsewhere = dict(explain(request("tinygemm_cpu", device=torch.device("meta"))))
+    assert "on a CPU alone" in elsewhere["torch._weight_int4pack_mm_for_cpu"]
 
 
 def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:

@@ -197,4 +197,22 @@ EQUIVALENT = [
         "q = (torch.stack((packed & 15, packed >> 4), -1).flatten(-2))",
         "A uint8 tensor minus a float32 one is subtracted in float32.",
     ),
+    Equivalent(
+        "experts/grouped_linear.py",
+        "dw = dw.to(ctx.w_dtype)",
+        "dw = (dw)",
+        "Autograd gives a gradient its parameter's dtype.",
+    ),
+    Equivalent(
+        "ops/boundary.py",
+        "fields = zip(types.values(), value or missing, strict=True)",
+        "fields = zip(types.values(), value or missing, strict=False)",
+        "Both have the fields of one NamedTuple.",
+    ),
+    Equivalent(
+        "ops/gemm/qutlass.py",
+        "y_MN = (y_MN.float() * ratio.t()).to(c.dtype)",
+        "y_MN = ((y_MN) * ratio.t()).to(c.dtype)",
+        "A bfloat16 tensor times a float32 one is multiplied in float32.",
+    ),
 ]
