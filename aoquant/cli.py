@@ -230,6 +230,10 @@ def convert(
         raise ValueError(f"{export} exists: remove it or choose another --export")
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
+    if export is not None:
+        from aoquant.integrations import job
+
+        job.check_for_engine(model, job.engine_format(config))
     how: dict[str, Any] = {"device": device, "dtype": dtype, "max_shard_size": max_shard_size}
     how["skip_incompatible"] = skip_incompatible
     if calibrate is None:

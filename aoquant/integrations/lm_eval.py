@@ -79,7 +79,7 @@ class Perplexity:
     @property
     def windows(self) -> str:
         """Return the windows in words."""
-        return f"window {self.window} tokens{', each begins with BOS' if self.bos else ''}"
+        return f"window {self.window} tokens, {'each begins with BOS' if self.bos else 'none begins with BOS'}"
 
 
 def evaluate(
@@ -281,9 +281,14 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
         raise ValueError(
             "window must be given, as the model's config has no max_position_embeddings, got None: give window=N, or --window N"
         )
-    if window and window > most > 0:
-        raise ValueError(f"window must be at most the model's max_position_embeddings = {most}, got {window}")
+    check_within(window, most)
     return window or min(most, WINDOW)
+
+
+def check_within(window: int | None, positions: int) -> None:
+    """Raise ValueError for a window of more tokens than the model's positions; 0: it has no limit."""
+    if window and window > positions > 0:
+        raise ValueError(f"window must be at most the model's max_position_embeddings = {positions}, got {window}")
 
 
 def positions(model: nn.Module) -> int:

@@ -96,6 +96,9 @@ def description(
     }
 
 
+_SAID = {"data": "text", "window": "length of blocks", "k": "top k"}  # of `description`
+
+
 class TeacherCache:
     """Top-k log-probabilities of token blocks, in the safetensors files of a folder.
 
@@ -123,8 +126,8 @@ class TeacherCache:
         metadata, stored = header(path)
         if other := [name for name, value in self.about.items() if metadata.get(name) != value]:
             raise ValueError(
-                f"{path}: was made of another {' and another '.join(other)}: choose another --teacher-cache, or remove "
-                f"{self.folder}"
+                f"{path}: was made with another {' and another '.join(_SAID.get(name, name) for name in other)}: choose another "
+                f"--teacher-cache, or remove {self.folder}"
             )
         n = stored["blocks"].shape[0] if "blocks" in stored else 0
         k, window = self.k, self.window
@@ -212,7 +215,20 @@ class TeacherCache:
         give_place(partial, path)
 
 
-@torch.no_grad()
+def opened(
+    folder: Path,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks_BT: Tensor,
+    k: int,
+    ranks: Ranks,
+    documents: Documents = ONE_TEXT,
+) -> TeacherCache:
+    """Return the cache in `folder`, as it is. Arguments and errors: `cached_teacher`'s."""
+    about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k, documents))
+    return ranks.share(lambda: TeacherCache(folder, about, teacher.get_output_embeddings().weight.shape[0]))
+
+
 def cached_teacher(
     folder: Path,
     teacher: PreTrainedModel,
@@ -232,15 +248,27 @@ def cached_teacher(
         ValueError: as `TeacherCache` and `TeacherCache.fill` do.
     """
     ranks = ranks or Ranks()
-    about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k, documents))
-    cache = TeacherCache(folder, about, teacher.get_output_embeddings().weight.shape[0])
+    cache = opened(folder, teacher, tokenizer, blocks_BT, k, ranks, documents)
+    fill(cache, teacher, blocks_BT, used, ranks, documents)
+    return cache
+
+
+@torch.no_grad()
+def fill(
+    cache: TeacherCache,
+    teacher: PreTrainedModel,
+    blocks_BT: Tensor,
+    used: Tensor,
+    ranks: Ranks,
+    documents: Documents = ONE_TEXT,
+) -> None:
+    """Compute what an open cache lacks of the blocks that are `used`. Arguments and errors: `cached_teacher`'s."""
 
     def compute(block: Tensor) -> TopK:
         inputs = documents.inputs(blocks_BT[block][None].to(teacher.device))
         parts = hidden_states(teacher, **inputs)[0].split(chunk_rows(cache.vocabulary))
-        found = (top_k(logits_of(teacher, part), k) for part in parts)
+        found = (top_k(logits_of(teacher, part), cache.k) for part in parts)
         return TopK(*map(torch.cat, zip(*found, strict=True)))
 
     teacher.eval()
     cache.fill(used, compute, ranks)
-    return cache

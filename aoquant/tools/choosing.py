@@ -75,7 +75,7 @@ CHOICES = (
     Choice("Blackwell", "FP4 tensor cores", "nvfp4", "NVFP4WeightConfig()", OWN, ("blackwell",)),
     Choice("Blackwell", "the same, with less error", "nvfp4-4over6",
            'NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row")', OWN, ("blackwell",)),
-    Choice("Blackwell", "the least error of 4-bit inputs; a transform is calibrated", "nvfp4-wush",
+    Choice("Blackwell", "4-bit inputs behind a calibrated transform", "nvfp4-wush",
            "NVFP4WeightConfig(transform=WUSH(16))", OWN, ("blackwell",)),
     Choice("Blackwell, MX kernels", "MXFP4", "mxfp4-h32", "MXFP4WeightConfig(transform=Hadamard(32))", OWN, ("blackwell",)),
     Choice("nothing fixed yet", "FP4 of the least squared error, no training", "gridflip-search",

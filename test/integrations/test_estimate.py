@@ -116,6 +116,16 @@ def test_a_cached_teacher_takes_no_memory_of_a_gpu(
     assert found is not None and found.parts.get("float model", 0) == (60 * 10**9 if beside else 0)
 
 
+@pytest.mark.usefixtures("any_speed")
+@pytest.mark.parametrize("name", ["block", "window"])
+def test_more_tokens_than_positions_are_named_before_memory(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "free_memory", lambda device: 0)
+    with pytest.raises(ValueError, match=rf"{name} must be at most .* 256, got 257"):
+        needs.fitting(options(folder, **{name: 257}), 1)
+
+
 def test_a_run_that_does_not_fit_is_refused_before_it_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

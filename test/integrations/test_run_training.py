@@ -270,8 +270,12 @@ def test_a_run_with_a_cached_teacher(options: dict[str, Any], tmp_path: Path, mo
     assert files
     job.run(job.Options(**{**options, "recipe": "int8-weight"}, **budget, out=tmp_path / "b"))
     assert {p: p.stat().st_mtime_ns for p in cache.glob("*.safetensors")} == files
-    with pytest.raises(ValueError, match="another k"):
+    # before anything is scored, so that the same folder takes the command that is advised
+    with pytest.raises(ValueError, match="another top k"):
         job.run(job.Options(**options, **{**budget, "teacher_top_k": 4}, out=tmp_path / "c"))
+    assert not (tmp_path / "c" / "stages").exists()
+    again = {**budget, "teacher_top_k": 4, "teacher_cache": tmp_path / "another"}
+    assert job.run(job.Options(**options, **again, out=tmp_path / "c")).min_sqnr_db == math.inf
 
 
 def test_a_run_that_chooses_its_rate_and_stops_early(
@@ -287,7 +291,7 @@ def test_a_run_that_chooses_its_rate_and_stops_early(
     budget: dict[str, Any] = {"steps": 20, "learning_rates": [1e-6, 1e-2], "stop_at_gap": 1.0, "freeze": ["lm_head"]}
     result = job.run(job.Options(**options, **budget, out=tmp_path / "out"))
     assert tried == [1e-6, 1e-2, 1e-2]  # two trials, and QAT
-    assert result.trained_on.startswith("1 steps") and "stopped early" in result.trained_on
+    assert result.trained_on.startswith("1 step ") and "stopped early" in result.trained_on
     assert "20 were planned" in numbers(tmp_path / "out")["trained_on"]
     assert job.run(job.Options(**options, **budget, out=tmp_path / "out")) == result and len(tried) == 3
 

@@ -31,9 +31,11 @@ from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
 from aoquant.formats.ggml import KINDS
+from aoquant.integrations import teacher_cache
 from aoquant.integrations.finetune import alias, check_batch, check_block, check_switch, finetune, order_of_blocks
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.models import (
+    check_for_engine,
     chosen_layers,
     convert,
     load_checkpoint,
@@ -52,7 +54,7 @@ from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.job.training import PRESETS, SEARCH, best_rate, freeze, hold_out, validation_loss
 from aoquant.integrations.launched import Ranks, joined
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
-from aoquant.integrations.teacher_cache import TeacherCache, cached_teacher
+from aoquant.integrations.teacher_cache import TeacherCache
 from aoquant.integrations.text import Documents, assets, described, find_pages, load_documents, token_blocks
 from aoquant.linear.prepared import QATLayer
 from aoquant.planning.choose import each
@@ -120,6 +122,14 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         blocks, held_out = hold_out(blocks, ranks.size)
     steps = o.steps or PRESETS[o.preset].steps_for(len(blocks), o.batch_size, o.block)
     ranks.share(lambda: check_switch(o.fake_quant_after_n_steps, steps))
+    if len(blocks) < o.batch_size and ranks.first:
+        print(
+            f"the text fills {len(blocks)} blocks, fewer than a step's {o.batch_size}: a step has some of them several times",
+            file=sys.stderr,
+        )
+    cache = None
+    if o.teacher_cache is not None:  # before anything is scored: it may be another text's
+        cache = teacher_cache.opened(o.teacher_cache, float_model, tokenizer, text, o.teacher_top_k, ranks, layout)
 
     def score(model: PreTrainedModel) -> Perplexity:
         options: Any = {"wikitext": o.wikitext, "window": o.window, "limit": o.limit, "bos": o.bos}
@@ -180,9 +190,10 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         )
         goal = float_loss + o.stop_at_gap
     teacher: PreTrainedModel | TeacherCache = float_model
-    if o.teacher_cache is not None:
+    if cache is not None:
         used = order_of_blocks(len(blocks), steps, o.batch_size, o.seed)
-        teacher = cached_teacher(o.teacher_cache, float_model, tokenizer, text, used, o.teacher_top_k, ranks, layout)
+        teacher_cache.fill(cache, float_model, text, used, ranks, layout)
+        teacher = cache
         float_model.to("cpu")  # until the report
     rate = o.learning_rate or best_rate(o.learning_rates, lambda r: folder.number(f"rate {r:g}", lambda: loss_of(r)))
     if o.loss == "ce":
@@ -216,9 +227,8 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     stages += [ptq, qat, deployed]
     compared = max(1, min(o.batch_size, _COMPARED // o.block))
     batch = {"input_ids": blocks[:compared].to(converted.device)}
-    trained_on = (
-        f"{len(losses)} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(described, o.texts))}, at {rate:g}"
-    )
+    took = f"{len(losses)} step{'s' * (len(losses) != 1)} of {o.batch_size} x {o.block} tokens"
+    trained_on = f"{took} of {', '.join(map(described, o.texts))}, at {rate:g}"
     if o.ptq != "nearest":
         seen = described(o.calibrate) if o.calibrate else "the training text"
         trained_on += f"; PTQ by {o.ptq} on up to {o.samples} blocks of {seen}, where QAT began"
@@ -319,6 +329,7 @@ __all__ = [
     "Stage",
     "assets",
     "check_fingerprint",
+    "check_for_engine",
     "evaluation",
     "load_checkpoint",
     "load_float",

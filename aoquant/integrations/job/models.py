@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -29,6 +30,7 @@ from aoquant.tools.doctor import MISSING_KERNEL, slow_in_bfloat16
 CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -38,9 +40,12 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
     dtype: of torch by name, or "auto" for what is stored.
 
     Raises:
-        ValueError: transformers finds no model there, or cannot read it.
+        ValueError: transformers finds no model there or cannot read it, weights are missing, or the folder has no
+            tokenizer, or one of another model.
     """
     where = model or str(assets())
+    if Path(where).is_file():
+        raise ValueError(f"model must be a folder, got a file in one: give {Path(where).parent}")
     if not Path(where).is_dir():
         if not _HUB_ID.fullmatch(where):
             raise ValueError(f"model must be a folder that exists, or a hub id, got {where!r}")
@@ -49,12 +54,15 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
             file=sys.stderr,
             flush=True,
         )
+    elif not _tokenizer_in(Path(where), *TOKENIZER_FILES, "tokenizer_config.json"):
+        raise ValueError(_no_tokenizer(where))
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            where, dtype=getattr(torch, dtype, dtype), trust_remote_code=False
+        loaded: PreTrainedModel
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, dtype, dtype), trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{where!r} brings Python code of its own, and aoquant runs no code of a checkpoint: if you trust it, load "
@@ -65,7 +73,43 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
             "model must be a folder of a causal language model, or its id on the hub; transformers cannot load "
             f"{where!r}: {reason}"
         ) from error
+    if missing := sorted(map(str, info["missing_keys"])):
+        raise ValueError(
+            f"{where}: {len(missing)} weights of {type(loaded).__name__} are in none of its files, and would be random "
+            f"numbers: {', '.join(missing[:5])}. Copy the missing files, or mend config.json"
+        )
+    check_tokenizer(where, tokenizer, loaded.get_input_embeddings().weight.shape[0])
     return tokenizer, loaded.to(device).eval()
+
+
+def check_tokenizer(where: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Raise ValueError for a folder without a tokenizer's files, of which transformers makes an empty tokenizer, and
+    for a tokenizer with more tokens than an embedding has rows.
+    """
+    names = tokenizer.vocab_files_names.values()
+    if Path(where).is_dir() and names and not _tokenizer_in(Path(where), *names, *TOKENIZER_FILES):
+        raise ValueError(_no_tokenizer(where))
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"{where}: its tokenizer has {tokenizer.vocab_size} tokens, and the model's embedding {rows} rows: copy the model's own tokenizer"
+        )
+
+
+def _tokenizer_in(folder: Path, *names: str) -> bool:
+    """Return whether a folder has one of these files."""
+    return any((folder / name).exists() for name in names)
+
+
+def _no_tokenizer(where: str) -> str:
+    return f"{where} holds no tokenizer: copy the model's tokenizer files into it, tokenizer.json or what it has"
+
+
+def check_for_engine(model: Path, layout: str) -> None:
+    """Raise ValueError, or warn, of a folder without the tokenizer that an engine reads, before it is converted."""
+    if layout == "gguf" and not (model / "tokenizer.json").exists():
+        raise ValueError(f"{model} has no tokenizer.json, which a GGUF file holds: copy the model's into it")
+    if not _tokenizer_in(model, *TOKENIZER_FILES):
+        print(f"{model} holds no tokenizer: copy the model's into it, or give the engine one", file=sys.stderr)
 
 
 def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
@@ -77,7 +121,9 @@ def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerB
     if config.exists() and "quantization_config" not in read_json(config):
         return load_float(str(checkpoint), "float32" if slow_in_bfloat16(device) else "auto", device)
     model: PreTrainedModel = load_pretrained(checkpoint)
-    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False), model.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    check_tokenizer(str(checkpoint), tokenizer, model.get_input_embeddings().weight.shape[0])
+    return tokenizer, model.to(device).eval()
 
 
 def probe(model: PreTrainedModel) -> None:
