@@ -265,9 +265,11 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments of a small run; its model has one layer with K = 48."""
     folder = tmp_path / "model"
     llama(None, intermediate_size=48).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
 
     class Tokenizer:
         bos_token_id = eos_token_id = 0
+        vocab_size, vocab_files_names = 31, dict[str, str]()
 
         def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
             return {"input_ids": [[ord(c) % 31 for c in t] for t in texts]}
