@@ -70,7 +70,7 @@ def finetune(
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
     blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to the distribution of `teacher`, a model or a cache of one
-    (`cached_teacher`), in nats per token. Runs with equal arguments see equal batches. checkpoints: a folder to keep
+    (`teacher_cache`), in nats per token. Runs with equal arguments see equal batches. checkpoints: a folder to keep
     the newest checkpoint in; training goes on from the one that is there, and is not repeated when it was complete.
     shared: the ranks of the default process group train one model, which is whole on each; all call it. While they
     train, the parameters of `model` are empty. final_learning_rate: where the cosine ends. fake_quant_after_n_steps:
@@ -225,12 +225,6 @@ def check_batch(batch_size: int, ranks: int) -> None:
     """Raise ValueError for a batch that the ranks cannot share out evenly."""
     if batch_size % ranks:
         raise ValueError(f"batch_size must be a multiple of the {ranks} ranks, got {batch_size}")
-
-
-def check_block(block: int, positions: int) -> None:
-    """Raise ValueError for blocks of more tokens than the model's positions; 0: it has no limit."""
-    if block > positions > 0:
-        raise ValueError(f"block must be at most the model's max_position_embeddings = {positions}, got {block}")
 
 
 def order_of_blocks(blocks: int, steps: int, batch: int, seed: int) -> Tensor:

@@ -281,14 +281,14 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
         raise ValueError(
             "window must be given, as the model's config has no max_position_embeddings, got None: give window=N, or --window N"
         )
-    check_within(window, most)
+    check_within("window", window, most)
     return window or min(most, WINDOW)
 
 
-def check_within(window: int | None, positions: int) -> None:
-    """Raise ValueError for a window of more tokens than the model's positions; 0: it has no limit."""
-    if window and window > positions > 0:
-        raise ValueError(f"window must be at most the model's max_position_embeddings = {positions}, got {window}")
+def check_within(name: str, tokens: int | None, positions: int) -> None:
+    """Raise ValueError for an option of more tokens than the model's positions; 0: it has no limit."""
+    if tokens and tokens > positions > 0:
+        raise ValueError(f"{name} must be at most the model's max_position_embeddings = {positions}, got {tokens}")
 
 
 def positions(model: nn.Module) -> int:

@@ -224,33 +224,16 @@ def opened(
     ranks: Ranks,
     documents: Documents = ONE_TEXT,
 ) -> TeacherCache:
-    """Return the cache in `folder`, as it is. Arguments and errors: `cached_teacher`'s."""
-    about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k, documents))
-    return ranks.share(lambda: TeacherCache(folder, about, teacher.get_output_embeddings().weight.shape[0]))
-
-
-def cached_teacher(
-    folder: Path,
-    teacher: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks_BT: Tensor,
-    used: Tensor,
-    k: int,
-    ranks: Ranks | None = None,
-    documents: Documents = ONE_TEXT,
-) -> TeacherCache:
-    """Return the cache of `teacher` in `folder` for the blocks that are `used` (indices), computing what is missing.
+    """Return the cache of `teacher` in `folder`, which holds what was computed before.
 
     blocks_BT: int64 token ids (B, T). k: tokens that are kept of a distribution. documents: how `blocks_BT` holds
     documents. A collective of all ranks, which must see one folder.
 
     Raises:
-        ValueError: as `TeacherCache` and `TeacherCache.fill` do.
+        ValueError: as `TeacherCache` does.
     """
-    ranks = ranks or Ranks()
-    cache = opened(folder, teacher, tokenizer, blocks_BT, k, ranks, documents)
-    fill(cache, teacher, blocks_BT, used, ranks, documents)
-    return cache
+    about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k, documents))
+    return TeacherCache(folder, about, teacher.get_output_embeddings().weight.shape[0])
 
 
 @torch.no_grad()
@@ -262,7 +245,9 @@ def fill(
     ranks: Ranks,
     documents: Documents = ONE_TEXT,
 ) -> None:
-    """Compute what an open cache lacks of the blocks that are `used`. Arguments and errors: `cached_teacher`'s."""
+    """Compute what an open cache lacks of the blocks that are `used` (indices). Others and errors: as `opened` has, and
+    `TeacherCache.fill`.
+    """
 
     def compute(block: Tensor) -> TopK:
         inputs = documents.inputs(blocks_BT[block][None].to(teacher.device))

@@ -127,6 +127,8 @@ def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
 class JetMoeParallelExperts(nn.Module):
     """Stand for a class that multiplies by its experts in a forward of its own, which the name says."""
 
+    _is_fsdp_managed_module = False
+
 
 def test_a_class_with_a_forward_of_its_own_is_prepared_sharded_by_fsdp_alone(mesh: DeviceMesh) -> None:
     """FSDP gathers a weight before its module's forward; codes of a shard would reach that forward as they are."""
@@ -134,7 +136,7 @@ def test_a_class_with_a_forward_of_its_own_is_prepared_sharded_by_fsdp_alone(mes
     module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(0)))
     chosen, target = Chosen("experts.weight", module, None), resolve(Int4WeightConfig(32))
     for managed in (False, True):
-        module._is_fsdp_managed_module = managed  # type: ignore[assignment]
+        module._is_fsdp_managed_module = managed
         for step in ("prepare", "convert", "quantize"):
             refused = "forward of its own" in (stack_changes.why_not(chosen, step, target) or "")
             assert refused is not (managed and step == "prepare"), (managed, step)

@@ -364,14 +364,16 @@ def test_the_page_holds_what_the_committed_results_say(real: Any) -> None:
 
 
 def test_no_row_is_behind_torchaos_on_the_same_text(real: Any) -> None:
-    """Compare rows of one seed, tokens and rate, as they are served: word perplexity within what seeds differ by, .3 %
-    (two standard deviations of int4-g128), and KL within a tenth.
+    """Compare rows of one seed, tokens and rate, as they are served: word perplexity, and KL within a tenth.
+
+    One row is .2 % behind, with a lower KL, which is less than seeds differ; the page says so.
     """
+    slack = {"vllm-w4a16-g32": 1.003}
     publish, rows = (importlib.import_module(f"real_models.{name}") for name in ("publish", "rows"))
     trained = publish.only(publish.read("real_gemma"), stage="qat", tokens=publish.TOKENS, seed="0")
     for name, (recipe, *_) in rows.SERVED.items():
         (ours,) = publish.only(trained, row=recipe)
         (theirs,) = publish.only(trained, row=f"torchao-{name}", served=recipe)
         assert ours["rate"] == theirs["rate"]
-        assert float(ours[publish.PERPLEXITY]) <= 1.003 * float(theirs[publish.PERPLEXITY]), recipe
+        assert float(ours[publish.PERPLEXITY]) <= slack.get(recipe, 1) * float(theirs[publish.PERPLEXITY]), recipe
         assert float(ours["wikitext_kl"]) <= 1.1 * float(theirs["wikitext_kl"]), recipe

@@ -268,8 +268,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (folder / "tokenizer_config.json").write_text("{}")
 
     class Tokenizer:
-        bos_token_id = eos_token_id = 0
-        vocab_size, vocab_files_names = 31, dict[str, str]()
+        bos_token_id, eos_token_id, vocab_size, vocab_files_names = 0, 0, 31, dict[str, str]()
 
         def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
             return {"input_ids": [[ord(c) % 31 for c in t] for t in texts]}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import finetune as tuning
-from aoquant.integrations import finetune_checkpoints, job
+from aoquant.integrations import finetune_checkpoints, job, lm_eval
 from aoquant.integrations.finetune import alias, finetune, rate_at, scored_tokens
 from aoquant.integrations.job.models import convert
 from aoquant.integrations.job.training import PRESETS, best_rate, freeze, hold_out, validation_loss
@@ -85,7 +86,7 @@ def test_a_schedule_warms_up_for_a_twentieth_and_falls_by_half_a_cosine() -> Non
     [
         (tuning.check_switch, [(0, 5), (4, 5)], [(5, 5), (-1, 5)], "fake_quant_after_n_steps"),
         (tuning.check_batch, [(8, 4), (3, 1)], [(6, 4), (1, 2)], "batch_size"),
-        (tuning.check_block, [(64, 64), (1, 64), (65, 0)], [(65, 64)], "block"),
+        (partial(lm_eval.check_within, "block"), [(64, 64), (1, 64), (65, 0)], [(65, 64)], "block"),
     ],
 )
 def test_limits_of_a_fine_tune(check: Any, good: list[Any], bad: list[Any], name: str) -> None:

@@ -18,7 +18,7 @@ from aoquant.files.safetensors_file import header
 from aoquant.integrations import teacher_cache
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.launched import Ranks
-from aoquant.integrations.teacher_cache import TeacherCache, TopK, cached_teacher, top_k, top_k_loss
+from aoquant.integrations.teacher_cache import TeacherCache, TopK, fill, opened, top_k, top_k_loss
 from aoquant.integrations.text import assets
 
 V, TOKENS = 40, 24
@@ -80,10 +80,15 @@ def llama(recipe: str | None = None, seed: int = 0) -> LlamaForCausalLM:
     return tiny_llama(recipe, V, seed=seed).eval()
 
 
-def cached(folder: Path, used: Tensor | None = None, k: int = 8, **other: Any) -> TeacherCache:
-    arguments: dict[str, Any] = {"teacher": llama(seed=1), "tokenizer": TOKENIZER, "blocks_BT": BLOCKS} | other
-    used = torch.arange(len(arguments["blocks_BT"])) if used is None else used
-    return cached_teacher(folder, **arguments, used=used, k=k)
+def cached(
+    folder: Path, used: Tensor | None = None, k: int = 8, ranks: Ranks | None = None, **other: Any
+) -> TeacherCache:
+    given: dict[str, Any] = {"teacher": llama(seed=1), "tokenizer": TOKENIZER, "blocks_BT": BLOCKS} | other
+    cache = opened(folder, **given, k=k, ranks=ranks or Ranks())
+    given.pop("tokenizer")
+    used = torch.arange(len(given["blocks_BT"])) if used is None else used
+    fill(cache, **given, used=used, ranks=ranks or Ranks())
+    return cache
 
 
 def tune(teacher: Any) -> list[float]:
@@ -208,9 +213,7 @@ def test_what_the_disk_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: p
 
 def ranks_fill(rank: int, folder: Path) -> None:
     teacher_cache._SHARD_BYTES = 1  # a block in a file
-    cache = cached_teacher(
-        folder / "cache", llama(seed=1), TOKENIZER, BLOCKS, torch.arange(6), 8, Ranks(rank, 2, launched=True)
-    )
+    cache = cached(folder / "cache", torch.arange(6), ranks=Ranks(rank, 2, launched=True))
     alone = cached(folder / f"alone-{rank}", torch.arange(6))
     rows, device = torch.arange(6), torch.device("cpu")
     assert all(torch.equal(a, b) for a, b in zip(cache.read(rows, device), alone.read(rows, device), strict=True))

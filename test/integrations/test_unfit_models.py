@@ -1,4 +1,4 @@
-"""Folders whose model cannot be what its user means are refused before anything is trained, scored or calibrated."""
+"""Refuse folders whose model cannot be what its user means, before anything is trained, scored or calibrated."""
 
 from __future__ import annotations
 

@@ -190,13 +190,17 @@ def test_the_library_takes_the_ops_that_compiled_steps_repeat() -> None:
 
 
 class Compiled:
-    """A compiled layer's steps. seen: the calls of its ops that Python repeats, by the ops' names."""
+    """Make a compiled layer's steps.
+
+    seen: the calls of its ops that Python repeats, by the ops' names. repeats: what repeats them.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recipe: str, device: torch.device) -> None:
         self.seen, self.device = list[str](), device
         monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
-        for name in ("encode", "matmul", "gradients"):
-            monkeypatch.setattr(getattr(ops, name), "_repeats", Seen(self.seen, name))
+        self.repeats = {name: Seen(self.seen, name) for name in ("encode", "matmul", "gradients")}
+        for name, repeats in self.repeats.items():
+            monkeypatch.setattr(getattr(ops, name), "_repeats", repeats)
         self.layer = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16, device=device))
         quantize_(self.layer, get_recipe(recipe).prepare())
         torch._dynamo.reset()
@@ -231,19 +235,20 @@ class Seen(repeat.Repeats):
         return super().repeated(*given)
 
 
-@pytest.mark.parametrize("recipe", ["int4-g128", "int8", "nvfp4", "fp8-hybrid"])
+ON_A_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("int4-g128", "int8", "nvfp4", "fp8-hybrid")]
+
+
+@pytest.mark.parametrize(("recipe", "device"), [("int4-g128", "cpu"), ("int8", "cpu"), *ON_A_GPU])
 def test_a_compiled_step_asks_python_for_what_is_unusual(
-    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    recipe: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu" and not recipe.startswith("int"):
-        pytest.skip("no library has these programs here")
-    compiled = Compiled(monkeypatch, recipe, device)
+    compiled = Compiled(monkeypatch, recipe, torch.device(device))
     every = compiled.asked()
     assert {"matmul", "gradients"} <= every
     for _ in range(3):
         compiled.asked()
     here = every - compiled.asked()  # not all programs are csrc's on a CPU
-    assert here and (here == every or device.type == "cpu")
+    assert here and (here == every or device == "cpu")
     with ops.backend("reference"):
         assert compiled.asked() == every
     assert not here & compiled.asked()
@@ -262,8 +267,8 @@ def test_an_op_whose_program_fails_is_left_to_python(monkeypatch: pytest.MonkeyP
     compiled = Compiled(monkeypatch, "int4-g128", torch.device("cpu"))
     for _ in range(5):
         every = compiled.asked()
-    (family,) = ops.matmul._repeats._families.values()  # type: ignore[union-attr]
-    (kind,) = ops.matmul._repeats.kinds.values()  # type: ignore[union-attr]
+    (family,) = compiled.repeats["matmul"]._families.values()
+    (kind,) = compiled.repeats["matmul"].kinds.values()
     assert "matmul" not in every
     torch.ops.aoquant_cpu.program_forget(kind.program.native.number)
     torch.ops.aoquant_cpu.family_forget(family.number)

@@ -32,7 +32,7 @@ from aoquant.export import check as check_export
 from aoquant.export import export
 from aoquant.formats.ggml import KINDS
 from aoquant.integrations import teacher_cache
-from aoquant.integrations.finetune import alias, check_batch, check_block, check_switch, finetune, order_of_blocks
+from aoquant.integrations.finetune import alias, check_batch, check_switch, finetune, order_of_blocks
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.models import (
     check_for_engine,
@@ -53,7 +53,15 @@ from aoquant.integrations.job.result import Result, Stage, recovered, recovered_
 from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.job.training import PRESETS, SEARCH, best_rate, freeze, hold_out, validation_loss
 from aoquant.integrations.launched import Ranks, joined
-from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
+from aoquant.integrations.lm_eval import (
+    Perplexity,
+    check_hub,
+    check_shares,
+    check_window,
+    check_within,
+    evaluate,
+    positions,
+)
 from aoquant.integrations.teacher_cache import TeacherCache
 from aoquant.integrations.text import Documents, assets, described, find_pages, load_documents, token_blocks
 from aoquant.linear.prepared import QATLayer
@@ -104,7 +112,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         print(needs, file=sys.stderr, flush=True)
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     ranks.share(lambda: check_window(float_model, tokenizer, o.window))
-    ranks.share(lambda: check_block(o.block, positions(float_model)))
+    ranks.share(lambda: check_within("block", o.block, positions(float_model)))
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)

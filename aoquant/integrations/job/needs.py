@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aoquant.integrations.finetune import check_block
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.training import PRESETS, freeze
 from aoquant.integrations.lm_eval import WINDOW, check_within, positions
@@ -85,8 +84,8 @@ def estimate(o: Options, ranks: int = 1) -> Estimate | None:
     traced = trace(o.model or str(assets()), dtype, o.device, o.block, o.freeze)
     if traced is None:
         return None
-    check_block(o.block, traced.positions)
-    check_within(o.window, traced.positions)
+    check_within("block", o.block, traced.positions)
+    check_within("window", o.window, traced.positions)
     size, parameters, trained = dtype.itemsize, traced.parameters, traced.trained
     sequences = min(o.micro_batch or o.batch_size, max(1, o.batch_size // ranks))
     tokens, head = sequences * o.block, traced.vocabulary * traced.hidden
