@@ -210,20 +210,25 @@ def floats(lines: Sequence[Line]) -> str:
 
 
 def exactness(lines: Sequence[Line]) -> str:
-    """Return what moved between training and serving: aoquant's QAT beside torchao's on the same kernel."""
-    made = []
+    """Return what moved between training and serving, over seeds: aoquant's QAT beside torchao's on the same kernel."""
+    twins, of = {name for served in rows.SERVED.values() for name in served}, dict[tuple[str, str], list[Line]]()
     for line in only(lines, stage="qat", tokens=TOKENS):
-        if not (line["prompts"] or line["served"]):  # its greedy answers were not compared
-            continue
-        trained, served = float(line[f"trained_{PERPLEXITY}"]), float(line[PERPLEXITY])
-        changed = f"{line['prompts_changed']} of {line['prompts']}" if line["prompts"] else ""
-        drift = (
-            f"{100 * (served / trained - 1):+{'.4f' if served < 1e6 else '.2g'}} %" if line["equal"] != "True" else "0"
+        if line["served"] or line["row"] in twins or line["prompts"]:
+            of.setdefault((line["row"], line["served"]), []).append(line)
+    made = []
+    for (row, by), seeds in sorted(of.items(), key=lambda item: item[0][0]):
+        trained, served = _trained_and_served(seeds)
+        moved = max((100 * (float(s[PERPLEXITY]) / float(s[f"trained_{PERPLEXITY}"]) - 1) for s in seeds), key=abs)
+        exact = all(line["equal"] == "True" for line in seeds)
+        drift = "0" if exact else f"{moved:+{'.4f' if abs(moved) < 1e6 else '.2g'}} %"
+        changed = ", ".join(f"{line['prompts_changed']} of {line['prompts']}" for line in seeds if line["prompts"])
+        kernel = "torchao's layer" if by == "torchao" else f"`{by or row}`"
+        made.append(
+            (kernel, f"`{row}`", str(len(seeds)), trained, served, drift, cell(seeds, "wikitext_kl", ".4f"), changed)
         )
-        kernel = "torchao's layer" if line["served"] == "torchao" else f"`{line['served'] or line['row']}`"
-        made.append((kernel, f"`{line['row']}`", f"{trained:.2f}", cell([line], PERPLEXITY), drift, changed))
-    made.sort(key=lambda row: row[1])
-    return table(("served as", "trained as", "as trained", "as served", "drift", "greedy answers that change"), made)
+    heads = ("served as", "trained as", "seeds", "as trained", "as served", "largest drift", "KL",
+             "greedy answers that change")  # fmt: skip
+    return table(heads, made)
 
 
 def beside(lines: Sequence[Line]) -> str:
