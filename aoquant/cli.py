@@ -34,7 +34,8 @@ ADVICE = {
     "check filter_fn and the patterns": "check --layers and --skip",
     "unless filter_fn or FqnToConfig names them": "unless --embeddings or --layers NAME=RECIPE names them",
     "choose both, with one config, by filter_fn or FqnToConfig": "choose both, by --embeddings",
-    "choose a group that divides K": "choose a recipe whose group divides K (`aoquant recipes`)",
+    "choose a format whose groups divide K": "choose a recipe whose groups divide K (`aoquant recipes`)",
+    "choose a transform whose size divides K": "choose a recipe whose transform divides K (`aoquant recipes`)",
     "choose a config that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels": (
         "choose a recipe whose name does not begin with torchao (`aoquant recipes`)"
     ),

@@ -71,6 +71,23 @@ def sharded_parameters(model: nn.Module) -> list[tuple[Any, Any]]:
     return [(group, p) for _, group in _groups(model) for p in group.fsdp_params]
 
 
+def gather(p: Any, shard: torch.Tensor) -> None:
+    """Let FSDP2 gather `shard` for its record p of a parameter, from the next forward on."""
+    p.sharded_param._local_tensor = shard
+    p._init_extensions()
+    vars(p).pop("_unsharded_param", None)  # of a forward before this one
+    p.all_gather_outputs = []
+
+
+def gather_values(model: nn.Module) -> None:
+    """Let FSDP2 gather all weights of `model` as values again, those too that `quantized_all_gather` made it gather as
+    codes.
+    """
+    for _, p in sharded_parameters(model):
+        if hasattr(p.sharded_param._local_tensor, "gathering"):
+            gather(p, p.sharded_param._local_tensor.as_subclass(torch.Tensor))
+
+
 def is_distributed(model: nn.Module) -> bool:
     """Return whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run
     together, or not at all.

@@ -440,7 +440,7 @@ class Format:
         if k == 0:
             return f"{self.name} needs values to quantise, got K = 0: leave the layer out"
         if self.block is not None and k % self.block:
-            return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose a group that divides K or leave the layer out"
+            return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose a format whose groups divide K, or leave the layer out"
         return None
 
     def spread(self, v_TG: Tensor, rows: int) -> Tensor:

@@ -242,8 +242,8 @@ class Operand:
                 return f"{self.name}: blocks of {group} and a transform of {size} do not fit: one must divide the other"
             if k % size:
                 return (
-                    f"{self.transform.name} needs K to be a multiple of {size}, got K = {k}: choose a size that divides K or leave the "
-                    "layer out"
+                    f"{self.transform.name} needs K to be a multiple of {size}, got K = {k}: choose a transform whose size divides K, or "
+                    "leave the layer out"
                 )
         return self.format.why_not(k, dtype)
 

@@ -38,7 +38,8 @@ from aoquant.linear.weight_codes import encoded_experts, encoded_sides, reads_va
 
 def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> dict[str, str]:
     """From now on FSDP2 gathers the weights of prepared layers of `model` as codes. Call it on every rank after
-    `quantize_` and `fully_shard`, and again after a change of recipe or `model.to`.
+    `quantize_` and `fully_shard`, and again after a change of recipe or `model.to`; what an earlier call chose is
+    forgotten.
 
     filter_fn: (module, name) -> bool, which layers; by default all.
 
@@ -53,6 +54,7 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
     check_model(model)
     names = {module: fqn for fqn, module in model.named_modules()}
     fsdp.reshard(model)
+    fsdp.gather_values(model)
     found: dict[str, str] = {}
     planned: list[tuple[Any, Gathering]] = []
     for group, p in fsdp.sharded_parameters(model):
@@ -91,10 +93,7 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
                 why = "rows" if made.columns is None else "rows and columns"
         found[fqn] = why
     for p, made in planned:
-        p.sharded_param._local_tensor = EncodingShard.of(p.sharded_param._local_tensor, made)
-        p._init_extensions()
-        vars(p).pop("_unsharded_param", None)  # of a forward before this one
-        p.all_gather_outputs = []
+        fsdp.gather(p, EncodingShard.of(p.sharded_param._local_tensor, made))
     return found
 
 

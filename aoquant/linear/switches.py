@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from aoquant._messages import check_model
+from aoquant.distributed import fsdp
 from aoquant.distributed.gathered import PACKED, GatheredWeight
 from aoquant.kv import hook
 from aoquant.linear import fast_path, replaced
@@ -41,6 +42,7 @@ def unprepare(model: nn.Module) -> int:
         ValueError: no layer is prepared, or one has an adapter, or is packed by `quantized_model_init`.
     """
     check_model(model)
+    fsdp.reshard(model)
     for name, module in model.named_modules():  # peft's tuner layers
         if isinstance(getattr(module, "base_layer", None), PreparedModule) and hasattr(module, "merged"):
             raise ValueError(
@@ -56,6 +58,7 @@ def unprepare(model: nn.Module) -> int:
         raise ValueError(
             f"nothing to unprepare: no layer of the {type(model).__name__} is prepared; aoquant.unpack_(model) prepares packed ones"
         )
+    fsdp.gather_values(model)
     for layer in layers:
         layer.unprepare()
     for module in caches:

@@ -21,7 +21,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils.checkpoint import checkpoint
 
-from aoquant import Cast, HybridConfig, Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant import (
+    Cast,
+    HybridConfig,
+    Int4WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    quantize_,
+    unprepare,
+)
 from aoquant.distributed.gathered import GatheredWeight
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 from aoquant.ops import backward
@@ -255,3 +264,21 @@ def a_weight_that_is_gathered_as_codes_has_no_values(c: Ranks) -> None:
     model.up.fake_quant = False
     with pytest.raises(NotImplementedError, match="quantized_all_gather"):
         model(torch.ones(4, WIDTH, dtype=BF16, device=c.device))
+
+
+@check("unprepare", "gather nothing")
+def weights_are_gathered_as_values_again(c: Ranks, how: str) -> None:
+    """After a forward too, whose weights FSDP2 still holds as codes."""
+    one, two = (net(c, "nvfp4") for _ in range(2))
+    quantized_all_gather(sharded(c, two, reshard_after_forward=False))
+    with torch.no_grad():
+        two(torch.ones(4, WIDTH, dtype=BF16, device=c.device))
+    assert isinstance(two.up.weight, GatheredWeight)
+    if how == "unprepare":
+        for model in (one, two):
+            assert unprepare(model) == 2
+    else:
+        assert quantized_all_gather(two, lambda m, fqn: False) == {}
+    same_training(c, sharded(c, one), two)
+    two.up.unshard()
+    assert type(two.up.weight) is nn.Parameter
