@@ -58,8 +58,8 @@ class HybridConfig(AOBaseConfig):
     fprop_input, fprop_weight: "base" is what the base_config of a QATConfig deploys. dgrad_*, wgrad_*: of a backward
         GEMM, along the axis that it contracts. Each is a `Cast`, the name of a format, or None for high precision; a
         name alone has the source "original", and "forward" for dgrad_weight.
-    save: the side of the input that forward keeps: "col", the side that wgrad reads (never more than its codes), or
-        "hp", the input itself.
+    save: what forward keeps of the input and the weight: "col", the codes that backward reads, where forward makes
+        them, or "hp", no codes. Gradients are equal; "hp" encodes more in backward.
     seed: of the random numbers of casts that draw.
     amax_history: steps that delayed scaling remembers, for TransformerEngine's fp8 per tensor; 0: scales of the step.
     amax_select: "max" of them, or the "most_recent". amax_margin: bits that delayed factors leave above that maximum:

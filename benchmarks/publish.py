@@ -440,7 +440,6 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("results", "scaling"): lambda: scaling.page(rows("model_fsdp2"), rows("communication"), 4096, 16),
     ("results", "conversion"): conversion,
     ("results", "moe"): experts,
-    ("../hybrid", "hybrid step"): hybrid_step,
     ("../moe", "training step"): trained_blocks,
     ("../moe", "packed"): packed_products,
     ("results", "layer step"): layer_step,

@@ -2,7 +2,7 @@
 
 A format turns a high-precision matrix into codes and scales (`encode`) and back (`decode`). Both QAT and PTQ call the
 same two methods of the same frozen instance. So the codes that the prepared forward multiplies are those that convert
-stores: no other code makes codes.
+stores. Kernels that encode are tested bit for bit against them. GPTQ chooses other codes, under the same scales.
 
 Encoding has two steps: `measure` finds the scales of x, `quantize` rounds x to codes under given scales. Dynamic
 quantisation does both each time. Static and learned scales are held by a layer: `hold` rounds under

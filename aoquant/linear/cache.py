@@ -1,7 +1,8 @@
-"""The one cache: what was encoded is not encoded again, while what it was made of is the same.
+"""Cache codes: what was encoded is not encoded again, while what it was made of is the same.
 
 A tensor is the same if it is the same object, at the same version, in the same memory: every in-place operation that
-autograd can see moves the version. Two things are remembered:
+autograd can see moves the version. Two things are remembered here (`mastered.MasterCodes`, which holds the codes of a
+float32 master, finds writes by the same `Seen`):
 
 - the codes of an input (`codes_of_input`): layers that read the same one, such as q, k and v or gate and up, encode
   it once and keep it once. Between a layer's forward and its backward autograd keeps the codes of its input. As long

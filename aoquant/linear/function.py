@@ -7,7 +7,8 @@
 forward:   1. encode the input, or take the codes of a layer that was given the same one; on a GPU both sides of it
               together, where backward will read a column side of the original
            2. multiply; W is encoded on the way
-           3. keep what the gradients that are asked for will read: `recipe.dgrad` and `recipe.wgrad` say what
+           3. keep what the gradients that are asked for will read: `recipe.dgrad` and `recipe.wgrad` say what.
+              A learned input scale keeps x instead, and a fixed, gathered or packed weight its codes
 backward:  1. dx = dy W^, from W's codes or W encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
            both quantised GEMMs are one op: dy is encoded once where its two sides have the same codes (a square tile,
            or one scale for the tensor), and read once, for both, where a GPU multiplies quantised operands
@@ -58,11 +59,11 @@ class Given(NamedTuple):
     recipe: its key.
     packed: an encoded weight, in place of w.
     x_held, w_held: scales and transforms that the layer holds, but no learned scale, which is an argument of `apply`.
-    random: the state of the layer's random numbers; backward adds one to its step.
+    random: the state of the layer's random numbers, where backward draws; backward adds one to its step.
     rows, columns: where layers with one input share its codes, and its column side. layer: which of them this is.
     fixed: keeps the codes of w for further calls.
     delayed: the state of delayed scales, advanced in backward.
-    parts: this rank's part of the layer.
+    parts: this rank's part of the layer, where its backward is quantised.
     rank: its number among the ranks with other tokens; each of them draws other random numbers.
     """
 
@@ -93,7 +94,8 @@ class Needs(NamedTuple):
 class Saved(NamedTuple):
     """What forward keeps for backward; a field is None where no gradient needs it.
 
-    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K).
+    x: the input: encoded (M, K), or along its columns (K, M padded); in high precision (M, K), or as it came (*lead, K)
+        where fprop does not quantise it.
     w: the weight, or its codes.
     x_held, w_held: scales and transforms that the layer holds.
     measured: what forward measured of W (`ops.product.Product`).
@@ -132,14 +134,11 @@ def quantized_linear(
     Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype. DTensors go to
     `sharding.linear`.
 
-    w: (N, K), float and encoded in the call (QAT), or encoded already (inference).
+    w: (N, K), float and encoded in the call (QAT); or encoded already: a `GatheredWeight` of codes alone in training,
+        or an `Encoded` packed weight, which passes the gradient of x and has none.
     x_held, w_held: static or learned scales and fitted transforms, where the recipe has them; for a shard, the scales
         of its whole.
-    random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
-    fixed: keeps the weight's codes for further calls.
-    delayed: the state of delayed scales, whose factors x_held and w_held hold.
-    parts: this rank's part of the layer, where its backward is quantised.
-    rank: its number among the ranks with other tokens; each of them draws other random numbers.
+    random, fixed, delayed, parts, rank: as `Given`'s. x_held and w_held hold the factors of delayed scales.
     master: takes the gradient of `w`, where `w` is codes alone.
 
     Raises:

@@ -18,10 +18,18 @@ TransformerEngine and torchao do in backward. Every other pair is emulated exact
 `why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
 sides.
 
-`dgrad` and `wgrad` say what each GEMM reads, and so what forward keeps (`ops.BackwardGemm`). With save="row" that is
-the codes of the input, as fprop made them, and the weight itself. With save="col" an input costs what its column side
-costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns. Where both sides have
-the same codes, transposed, forward's own are kept. save="hp" keeps values alone.
+`dgrad` and `wgrad` say what each GEMM reads, and so what forward keeps: a recipe's `save` becomes the `keeps` of both
+(`ops.BackwardGemm`).
+
+    save     source      keeps, of the weight    keeps, of the input
+    "row"    forward     "values"                "rows"
+    "col"    forward     "rows"                  "rows", or "columns" if they are smaller
+             original    "values"                "columns", or "values" if wgrad is in high precision
+    "hp"     either      "values"                "values"
+
+A forward in high precision counts as the original. With "col" a side whose codes are forward's, transposed, is "square"
+from either source; an input from "forward" keeps "rows" if wgrad is in high precision or draws a rotation; and a weight
+whose clipped values are masked keeps "values".
 """
 
 from __future__ import annotations

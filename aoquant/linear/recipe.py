@@ -47,8 +47,8 @@ class LinearRecipe:
     weight_source, input_source: the source of dgrad's weight and of wgrad's input, "forward" or "original".
     history: steps whose absolute maxima delayed scaling remembers; 0: scales follow from what is encoded. select: which
         of them counts, "max" or "most_recent". margin: bits that delayed factors leave above the largest value.
-    save: what forward keeps, where there is a choice: "row" (codes of the input, as fprop made them, and the weight
-        itself), "col" (what costs least of the sides that backward reads) or "hp" (no codes). `law.py` has the details.
+    save: what forward keeps: "row" (codes of the input, as fprop made them, and the weight itself), "col" (of both, the
+        codes that backward reads, where forward makes them) or "hp" (no codes). `law.py` has the table.
 
     Raises:
         ValueError: the operands, or the scales, cannot go together.

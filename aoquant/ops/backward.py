@@ -75,15 +75,17 @@ class BackwardGemm(_Gemm):
 
     grad, other: the operands that both are made to; None: high precision.
     forward: the other one's operand in forward, whose values are read; None: those of what was kept, as they are.
-    keeps: what forward keeps of it:
+    keeps: what forward keeps of it (`law.py` says when):
 
-        "rows"      the codes that fprop multiplied       their values
-        "square"    the same                              they, transposed: of square tiles, or one scale for all
-        "columns"   codes along the other axis            they
-        "values"    the high-precision tensor             it, or its values in forward
+        "rows"      what fprop multiplied                 its values
+        "square"    the codes that fprop multiplied       the codes, transposed: square tiles, or one scale for all
+        "columns"   codes along the other axis            the codes
+        "values"    the high-precision tensor             the tensor, or its values in forward
 
     The last column is what the GEMM starts from. It encodes values along the other axis where `other` is an operand,
-    and multiplies them as they are where it is None.
+    and multiplies them as they are where it is None. "rows" are codes, or the input itself where fprop does not
+    quantise it. Codes of a weight that are there anyhow (fixed, gathered or packed) are kept under "values" too, where
+    `forward` names their operand.
     """
 
     @cached_property

@@ -35,7 +35,8 @@ from . import native_step, program, repeat, router
 from .boundary import SCHEMA, Arguments, Flat, Result
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
-native_step.why_not()  # its kernels of repeated ops are there before any thread calls one
+# Asking loads the step library. Its kernels of repeated ops must be there before any thread calls an op.
+native_step.why_not()
 _SIGNATURES: list[str] = [SCHEMA]  # of every op
 _ORDINARY = (Tensor, torch.nn.Parameter)
 P = ParamSpec("P")

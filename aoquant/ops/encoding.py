@@ -1,9 +1,9 @@
 """Ops that make codes of values, and what goes with them: back to values, gradients back through a transform, masks of
 clipped values.
 
-`encode` is the one door: it makes either side of a matrix, codes or what a GEMM reads of them, in one pass where a
-kernel can. Scales are found on what is encoded, unless the caller holds them (`held`): static or learned ones, and the
-matrices of a fitted transform. Codes behind a transform are codes of the format behind it.
+`encode` makes either side of a matrix, codes or what a GEMM reads of them, in one pass where a kernel can (`matmul`
+encodes its weight itself). Scales are found on what is encoded, unless the caller holds them (`held`): static or
+learned ones, and the matrices of a fitted transform. Codes behind a transform are codes of the format behind it.
 """
 
 from __future__ import annotations

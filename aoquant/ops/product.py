@@ -1,4 +1,4 @@
-"""Ops of a linear layer's forward: the product, the one door to every GEMM, and the sum that is its bias's gradient."""
+"""Ops of a linear layer: the product of its forward, and the sum that is its bias's gradient."""
 
 from __future__ import annotations
 

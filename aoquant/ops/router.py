@@ -1,9 +1,9 @@
 """The router: which backend runs a GEMM, or a role of the codec, and why the others do not.
 
 A backend states for a request (contract, formats, device, dtype, shape) either None, "I keep this contract", or the
-reason why not. The router takes the willing backend of highest priority; the reference is willing always. Forcing a
-backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing
-falls back silently.
+reason why not. The router takes the willing backend of highest priority; a role's reference is always willing. Forcing
+a backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason:
+nothing falls back silently.
 
 Backends compete within a role: "gemm", or one of the codec's (quantize, sides, decode, transform, saturate, transpose;
 see `codec`). A forced name rules every role that has a backend of that name, or the one role that is named with it:
