@@ -71,8 +71,9 @@ NOT_RUN_ON_CPU = ("torchao-fp8-block", "torchao-int4-g128", "torchao-fp8-int4-pl
 NOT_PACKED_ON_CPU = ("torchao-int4-preshuffled", "torchao-int4-tile-packed", "torchao-fp8-int4")
 # in the order that the kernels of one CPU read: no folder holds it
 NOT_STORED = ("torchao-int4-cpu",)
-# torchao's own arithmetic gives other bits where vectors have another width: there codes alone are compared
-OF_THE_CPU = ("torchao-int8", "torchao's tensors")
+# torchao's own arithmetic, and torch's products of float8, give other bits on other CPUs of one capability: their codes
+# are compared by the bit, their outputs within a rounding
+OF_THE_CPU = ("torchao-int8", "torchao's tensors", "fp8-hybrid", "delayed", "delayed-recent")
 # torch 2.11 multiplies fp8 with a scale for each row on a GPU alone
 RAISE_IN_TORCH_2_11 = ("torchao-fp8",)
 
