@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aoquant import ops
 from aoquant.distributed.gathered import GatheredWeight, with_gradient
@@ -34,6 +34,7 @@ from aoquant.linear.recipe import RECIPES, LinearRecipe
 from aoquant.linear.saved import flat, restored, saved_tensors
 from aoquant.ops import grouped as gemms
 from aoquant.ops import stacks
+from aoquant.ops.repeat import PLAIN
 
 
 class Rows(NamedTuple):
@@ -174,7 +175,7 @@ def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool 
         # a compiler does not see the loop of the op itself, so on a CPU that will do
         device = "" if torch.compiler.is_compiling() and w.codes.device.type == "cpu" else str(w.codes.device)
         return _why_not(recipe.key, torch.bfloat16, w.codes.shape[1], w.k, device)
-    if type(w) not in (Tensor, nn.Parameter, GatheredWeight):
+    if type(w) not in (*PLAIN, GatheredWeight):
         return f"takes plain tensors, not {type(w).__name__}"
     n, k = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
     return _why_not(recipe.key, compute_dtype(w), n, k, str(w.device))
