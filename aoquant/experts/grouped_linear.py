@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aoquant import ops
 from aoquant.distributed.gathered import GatheredWeight, with_gradient
@@ -30,10 +30,11 @@ from aoquant.linear.checks import (
     refuse_transforms,
 )
 from aoquant.linear.function import pulled_back, quantized_linear
-from aoquant.linear.recipe import LinearRecipe, recipe_of
-from aoquant.linear.saved import keep, kept
+from aoquant.linear.recipe import RECIPES, LinearRecipe
+from aoquant.linear.saved import flat, restored, saved_tensors
 from aoquant.ops import grouped as gemms
 from aoquant.ops import stacks
+from aoquant.ops.repeat import PLAIN
 
 
 class Rows(NamedTuple):
@@ -80,7 +81,9 @@ class GroupedLinear(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         y, x_q = multiply(x, w, Rows(ends, token, place), given)
         kept_w = w if given.packed is None else given.packed if w is not None else None
-        keep(ctx, Saved(kept_w if needs_x else None, x_q if needs_w else None, ends, token, place))
+        saved = Saved(kept_w if needs_x else None, x_q if needs_w else None, ends, token, place)
+        tensors, ctx.layout = flat(saved)
+        ctx.save_for_backward(*tensors)
         ctx.packed_fqn = w.fqn if isinstance(w, GatheredWeight) else ""
         ctx.given, ctx.needs, ctx.w_dtype = given, (needs_x, needs_w), None if w is None else w.dtype
         return y
@@ -88,8 +91,9 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        saved, (needs_x, needs_w), given = kept(ctx, ctx.packed_fqn), ctx.needs, ctx.given
-        ends, recipe = saved.ends, recipe_of(given.recipe)
+        saved = restored(saved_tensors(ctx, ctx.packed_fqn), ctx.layout)
+        (needs_x, needs_w), given = ctx.needs, ctx.given
+        ends, recipe = saved.ends, RECIPES[given.recipe]
         dx = dw = None
         if needs_x:
             w = given.packed if saved.w is None else saved.w
@@ -108,7 +112,7 @@ class GroupedLinear(torch.autograd.Function):
 
 def multiply(x: Tensor, w: Tensor | None, rows: Rows, given: Given) -> tuple[Tensor, Tensor | Encoded]:
     """Return y and the input as it was multiplied; without autograd."""
-    recipe = recipe_of(given.recipe)
+    recipe = RECIPES[given.recipe]
     x_q: Tensor | Encoded = x
     values = None
     if recipe.fprop_input is not None:
@@ -141,8 +145,8 @@ def grouped_at_once(
     if encoded is not None:
         outer = encoded.outer  # of each row, or of each expert
         outer = None if outer is None else outer.expand(*encoded.codes.shape[:2], 1)
-        flat = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
-        packed = Encoded.of(flat, encoded.k)
+        parts = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
+        packed = Encoded.of(parts, encoded.k)
     if not isinstance(w, Encoded):
         weight = with_gradient(w)
         check_dtype(given_x, w.dtype, recipe.contract)
@@ -171,7 +175,7 @@ def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool 
         # a compiler does not see the loop of the op itself, so on a CPU that will do
         device = "" if torch.compiler.is_compiling() and w.codes.device.type == "cpu" else str(w.codes.device)
         return _why_not(recipe.key, torch.bfloat16, w.codes.shape[1], w.k, device)
-    if type(w) not in (Tensor, nn.Parameter, GatheredWeight):
+    if type(w) not in (*PLAIN, GatheredWeight):
         return f"takes plain tensors, not {type(w).__name__}"
     n, k = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
     return _why_not(recipe.key, compute_dtype(w), n, k, str(w.device))
@@ -180,7 +184,7 @@ def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool 
 @torch.compiler.assume_constant_result
 def _why_not(key: str, dtype: torch.dtype, n: int, k: int, device: str) -> str | None:
     """Found once for each: a compiler takes it as a constant. device: "" for any."""
-    recipe = recipe_of(key)
+    recipe = RECIPES[key]
     return (
         _why_not_recipe(recipe)
         or (gemms.why_not(dtype, k, n, torch.device(device)) if device else None)

@@ -75,11 +75,10 @@ class Int8VllmReciprocal(Int8Vllm):
 
     name = "int8-row-vllm-reciprocal"
 
+    hold = Affine.hold  # codes follow from the scale, so it can be held
+
     def _inverse(self, x_RK: Tensor, scale: Tensor) -> Tensor:
         return scale.reciprocal()
-
-    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        return self.quantize(x_RK, s._replace(scale=self._visible(x_RK, s.scale)))
 
 
 @dataclass(frozen=True)

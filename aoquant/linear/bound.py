@@ -33,8 +33,8 @@ from aoquant.linear.recipe import LinearRecipe
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 from aoquant.ops.quantized import Ask
+from aoquant.ops.repeat import PLAIN
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
 _MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a multiplier for, which takes about a kilobyte
 Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> y (..., N)
 
@@ -88,7 +88,7 @@ class BoundWeight:
         """y (..., N) = x (..., K) W^T + bias; None for a call that is not ordinary. Only without gradients."""
         if (
             x.dtype is not self._dtype
-            or type(x) not in _ORDINARY
+            or type(x) not in PLAIN
             or not self.ordinary
             or x.device != self._device
             or _len_torch_dispatch_stack()
@@ -97,7 +97,7 @@ class BoundWeight:
             or (
                 bias is not None
                 and (
-                    type(bias) not in _ORDINARY
+                    type(bias) not in PLAIN
                     or bias.device != self._device
                     or bias.shape != (self._n,)
                     or not bias.is_contiguous()

@@ -34,6 +34,7 @@ from torch.utils.weak import TensorWeakRef
 from aoquant import ops
 from aoquant.formats import Encoded
 from aoquant.linear import held
+from aoquant.ops.repeat import PLAIN
 
 _CHANGED = (
     "its weight, or a scale of it, changed inside aoquant.fixed_weights(model), which multiplies the codes of the first micro-batch: leave the block "
@@ -100,7 +101,7 @@ def codes_of_input(x: Tensor, how: Hashable) -> InputCodes | None:
     """Return where layers find and leave the encoding of x that is made as `how` says; None where nothing may be
     shared.
     """
-    if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
+    if type(x) not in PLAIN or x.is_inference():
         return None
     stream = 0
     if x.is_cuda:

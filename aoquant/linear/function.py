@@ -49,14 +49,13 @@ from aoquant.linear.saved import Frame, flat, restored, saved_tensors
 from aoquant.ops import backward as gemms
 from aoquant.ops import repeat
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 ONE_PASS = ("cuda",)  # where each pass over memory costs, so that codes and the GEMM's operand are made together
 
 
 class Given(NamedTuple):
     """The arguments of a call that need no gradient. Autograd sees tensors only as arguments of `apply`, not in here.
 
-    recipe: its key.
+    recipe: its key. repeats: whether the call may be repeated without its Python (replay.py).
     packed: an encoded weight, in place of w.
     x_held, w_held: scales and transforms that the layer holds, but no learned scale, which is an argument of `apply`.
     random: the state of the layer's random numbers, where backward draws; backward adds one to its step.
@@ -79,6 +78,7 @@ class Given(NamedTuple):
     delayed: Delayed | None = None
     parts: Shards | None = None
     rank: int = 0
+    repeats: bool = False
 
 
 class Needs(NamedTuple):
@@ -145,11 +145,11 @@ def quantized_linear(
         ValueError: as `checks.checked`.
     """
     packed, weight = (w, None) if isinstance(w, Encoded) else (None, w)
-    given_x, tracing = x, torch.compiler.is_compiling()
+    given_x, key, tracing = x, recipe.key, torch.compiler.is_compiling()
     if (
         tracing
-        or type(x) not in _PLAIN
-        or type(weight) not in _PLAIN
+        or type(x) not in repeat.PLAIN
+        or type(weight) not in repeat.PLAIN
         or x.dtype is not weight.dtype  # type: ignore[union-attr]
         or x.dtype not in FLOAT_DTYPES
         or x.device != weight.device  # type: ignore[union-attr]
@@ -165,17 +165,18 @@ def quantized_linear(
             if recipe.backward_operands:
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
-    nothing_beside = x_held is None and w_held is None and fixed is None and delayed is None and parts is None
+    nothing_beside = x_held is None and w_held is None and fixed is None and delayed is None
     repeats = nothing_beside and not tracing and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
     if not tracing and not torch.is_grad_enabled():
         if repeats and weight is not None:
-            y = replay.step(x, weight, bias, NO_GRADIENT[:3], None, None, None, 0, recipe.key, 0)[0]
+            y = replay.step(x, weight, bias, NO_GRADIENT[:3], None, None, None, 0, key, 0)[0]
             if y is not None:
                 return y
-        given = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
-        if x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
+        given = Given(key, packed, x_held, w_held, fixed=fixed)
+        if repeats:
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
         return multiply(x, weight, bias, given)[0]
+    repeats = repeats and parts is None  # the backward of a shard is not repeated
     rows = columns = None
     leaf = weight if master is None else master
     if leaf is not None and x_held is None and parts is None and not tracing and leaf.requires_grad:
@@ -192,12 +193,12 @@ def quantized_linear(
     layer = 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
     if repeats and leaf is weight is not None:
         needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
-        y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, recipe.key, rank)
+        y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
         if y is not None:
             if unread:
                 note_run(weight)
             return y
-    given = Given(recipe.key, packed, x_held, w_held, random, rows, columns, layer, fixed, delayed, parts, rank)
+    given = Given(key, packed, x_held, w_held, random, rows, columns, layer, fixed, delayed, parts, rank, repeats)
     return _applied(x, weight, bias, x_scale, w_scale, given, master)
 
 
@@ -241,7 +242,7 @@ class QuantizedLinear(torch.autograd.Function):
             given = given._replace(x_held=given.x_held._replace(scale=x_scale))
         if w_scale is not None and given.w_held is not None:
             given = given._replace(w_held=given.w_held._replace(scale=w_scale))
-        if x.get_device() >= repeat.FIRST_DEVICE and replay.takes(x, given):
+        if given.repeats:
             y, tensors, layout, kind = replay.forward(multiply, x, w, bias, given, needs)
         else:
             (y, saved), kind = multiply(x, w, bias, given, needs), None
@@ -287,8 +288,7 @@ def _gradients(frame: Frame, tensors: Sequence[Tensor | None], grad: Tensor) -> 
     x_as: Any = recipe.fprop_input
     random = None if frame.random is None else of_rank(frame.random, frame.rank)
     grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
-    dx = dw = db = dx_scale = dw_scale = None
-    of_w = of_x = None
+    dx = dw = db = dx_scale = dw_scale = of_w = of_x = None
     if needs.x or needs.x_scale:
         columns = w if frame.w_columns else None if frame.fixed is None else _fixed_columns(frame, recipe, saved, grad)
         if columns is None:

@@ -30,6 +30,7 @@ from aoquant.linear.prepared import rebind
 from aoquant.linear.tensor import PackedTensor
 from aoquant.ops import flops, linear_plan, router
 from aoquant.ops.gemm import one_call
+from aoquant.ops.repeat import PLAIN
 
 _PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
 _OF = "_parts_of"  # the weight's `bound`, or None
@@ -181,7 +182,7 @@ def _forget(module: nn.Module) -> None:
 def _is_ordinary(x: Tensor, dtype: torch.dtype | None, device: torch.device, k: int) -> bool:
     """Return whether one operator takes x as it is: a plain tensor of the layer's dtype, device and width."""
     return (
-        type(x) in (Tensor, nn.Parameter)
+        type(x) in PLAIN
         and x.dtype == dtype
         and x.device == device
         and not torch.is_autocast_enabled(x.device.type)

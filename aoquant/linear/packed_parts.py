@@ -10,10 +10,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.linear.recipe import LinearRecipe
+from aoquant.ops.repeat import PLAIN
 
 
 class _Part(NamedTuple):
@@ -27,7 +28,7 @@ def check_parts(label: str, packed: Any, recipe: LinearRecipe) -> None:
     label: what the message calls the tensor. packed: with E in front of each part, for stacked experts.
     """
     codes, k, dtype = packed.qdata, packed.k, packed.dtype
-    if isinstance(codes, Tensor) and type(codes) not in (Tensor, nn.Parameter):
+    if isinstance(codes, Tensor) and type(codes) not in PLAIN:
         return  # of a compiler's trace, or a DTensor: made of a tensor that was checked
     if not isinstance(codes, Tensor) or codes.dim() != packed.dim() or dtype not in FLOAT_DTYPES:
         raise ValueError(f"{label}: codes are a tensor (N, bytes) and dtype a float one, got {codes!r:.80}, {dtype}")

@@ -295,11 +295,6 @@ class LinearRecipe:
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"
 
 
-def recipe_of(key: str) -> LinearRecipe:
-    """The recipe with this `key`."""
-    return RECIPES[key]
-
-
 def _names(first: Operand | None, second: Operand | None) -> str:
     """Names of a GEMM's two operands, once where they are equal."""
     return " x ".join(dict.fromkeys(f.name if f else "high precision" for f in (first, second)))

@@ -267,15 +267,3 @@ def _flat_forward(
 
 _NOTHING = (None,) * 4
 _PLAIN_OR_NONE = (*repeat.PLAIN, type(None))
-
-
-def takes(x: Tensor, given: Any) -> bool:
-    """Return whether a layer's call may be an ordinary one, which `forward` takes."""
-    return (
-        given.x_held is None
-        and given.w_held is None
-        and given.fixed is None
-        and given.delayed is None
-        and given.parts is None
-        and x.numel() > 0
-    )

@@ -71,17 +71,6 @@ def restored(given: Any, layout: Layout) -> Any:
     return layout[0](*values)
 
 
-def keep(ctx: Any, saved: NamedTuple) -> None:
-    """Hand a NamedTuple of tensors, `Encoded` and `Scales` to autograd, which knows a flat list of tensors."""
-    tensors, ctx.layout = flat(saved)
-    ctx.save_for_backward(*tensors)
-
-
-def kept(ctx: Any, packed_fqn: str = "") -> Any:
-    """Return the NamedTuple that `keep` was given. packed_fqn: as of `saved_tensors`."""
-    return restored(saved_tensors(ctx, packed_fqn), ctx.layout)
-
-
 def saved_tensors(ctx: Any, packed_fqn: str = "") -> Sequence[Tensor | None]:
     """Return what was saved for backward. packed_fqn: the layer's name, where an optimizer's step writes its codes in
     place.

@@ -33,12 +33,12 @@ from aoquant.formats import Encoded, Scales
 
 from . import native_step, program, repeat, router
 from .boundary import SCHEMA, Arguments, Flat, Result
+from .repeat import PLAIN
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
 # Asking loads the step library. Its kernels of repeated ops must be there before any thread calls an op.
 native_step.why_not()
 _SIGNATURES: list[str] = [SCHEMA]  # of every op
-_ORDINARY = (Tensor, torch.nn.Parameter)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -85,7 +85,7 @@ class Op(Generic[P, R]):
             if type(value) is Encoded:
                 value = value.codes
             for t in value if type(value) is Scales else (value,):
-                if t is not None and not (type(t) in _ORDINARY and (t.is_cuda or t.is_cpu)):
+                if t is not None and not (type(t) in PLAIN and (t.is_cuda or t.is_cpu)):
                     return self._dispatched(given)  # a subclass, or a tensor on meta, must meet the dispatcher
         first = given[0].codes if type(given[0]) is Encoded else given[0]
         if torch.is_autocast_enabled(first.device.type):

@@ -33,7 +33,7 @@ def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Te
     how = few_rows.kind(format)
     assert how is not None
     with launch.on(x_SK):
-        programs = 2 * torch.cuda.get_device_properties(x_SK.device).multi_processor_count
+        programs = 2 * launch.multiprocessors(x_SK.device)
         alpha_w = format.alpha(w)
         return grouped_rows.decode_mm(format, how, w, x_SK, ends, alpha_x, alpha_w, programs)
 

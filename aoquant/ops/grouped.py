@@ -161,11 +161,6 @@ def _kernels() -> Any:
     return grouped_kernels
 
 
-@cache
-def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _operand(
     x: Tensor | Encoded, x_values: Tensor | None, token: Tensor | None, operand: Operand | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -197,11 +192,11 @@ def _multiplied(
         if isinstance(w, Encoded) and expert_rows.takes(format, w, x_SK, ends):
             return expert_rows.by_csrc(format, w, x_SK, ends, alpha_x, many=True)
     n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
-    y_SN, kernels, programs = x_SK.new_empty(s, n), _kernels(), _programs(x_SK.device)
+    y_SN, kernels = x_SK.new_empty(s, n), _kernels()
     if isinstance(w, Tensor):
         made = stacks.values(operand, w, transposed, Ask(False, x_SK.dtype))
         at, alpha = kernels.slots(ends, s, 0, experts), None if made.alpha is None else made.alpha.contiguous()
-        kernels.matmul(x_SK, made.matrix, alpha_x, alpha, at, y_SN, programs)
+        kernels.matmul(x_SK, made.matrix, alpha_x, alpha, at, y_SN)
     else:
         alpha_w = format.alpha(w)
         for block in _blocks(experts, n, k * x_SK.element_size()):
@@ -210,7 +205,7 @@ def _multiplied(
             alpha = None if alpha_w is None else alpha_w[rows].contiguous()
             at = kernels.slots(ends, s, block.first, block.experts)
             values_ENK = values.view(block.experts, -1, k)
-            kernels.matmul(x_SK, values_ENK, alpha_x, alpha, at, y_SN[:, block.columns], programs)
+            kernels.matmul(x_SK, values_ENK, alpha_x, alpha, at, y_SN[:, block.columns])
             del values, values_ENK
     kernels.zero_behind(y_SN, ends)
     return y_SN

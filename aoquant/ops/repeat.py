@@ -33,7 +33,7 @@ from .program import Program, record, recording
 FIRST_DEVICE = 0  # the least `get_device()` of a tensor whose calls are repeated; a CPU's is -1
 MOST = 1024  # kinds of a function's calls that are recorded
 NEW, ONCE, NEVER = "new", "once", "never"
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # the types of tensors that ordinary calls have: no subclass
 
 
 class Kind:

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.formats import Operand, get_format, get_operand
-from aoquant.linear.recipe import LinearRecipe, recipe_of
+from aoquant.linear.recipe import RECIPES, LinearRecipe
 
 K, N = 64, 32
 
@@ -93,7 +93,7 @@ def test_a_pruned_prepared_layer_converts_once_pruning_is_permanent() -> None:
 def test_a_recipe_is_found_by_its_key_after_a_pickle() -> None:
     recipe = LinearRecipe(get_format("int8-tensor"), get_operand("int4-g32"), input_scales="static")
     again = pickle.loads(pickle.dumps(recipe))
-    assert again == recipe and again.key == recipe.key and recipe_of(recipe.key) == recipe
+    assert again == recipe and again.key == recipe.key and RECIPES[recipe.key] == recipe
     assert again.fprop_input.scales == again.input_scales == "static"
     assert recipe.deployed.fprop_weight == Operand(get_format("int4-g32"))
 

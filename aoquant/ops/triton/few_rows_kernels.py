@@ -23,6 +23,7 @@ from aoquant.formats import Encoded, Format
 from .element_codes import e2m1_decoded, e8m0_value
 from .epilogue import finished
 from .integer_kernels import _int4_values
+from .launch import multiprocessors
 
 ROWS = 64  # of x, at most
 BN, BK = 64, 128  # a tile: rows of W, k
@@ -130,7 +131,7 @@ def _finish(
 @cache
 def _tiles_of_a_split(device: torch.device, n: int, k: int) -> int:
     """Enough programs for two on each multiprocessor."""
-    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    programs = 2 * multiprocessors(device)
     columns, tiles = triton.cdiv(n, BN), triton.cdiv(k, BK)
     splits = max(1, min(programs // columns, tiles, 8))
     return triton.cdiv(tiles, splits)

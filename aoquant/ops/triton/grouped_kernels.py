@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCHES, Launch, described
+from .launch import LAUNCHES, Launch, described, multiprocessors
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 _SLOTS = 16  # that a program of `_slots` writes
@@ -146,17 +146,18 @@ def matmul(
     alpha_w: Tensor | None,
     at: Slots,
     y_SN: Tensor,
-    programs: int,
+    programs: int | None = None,
 ) -> None:
     """Write the rows that `at` names into y_SN, bfloat16; y_SN may be some columns of a matrix.
 
     w_ENK: contiguous, or the transpose of a contiguous (E, K, N).
-    alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous, or None. programs: how many run at once.
+    alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous, or None.
+    programs: how many run at once; by default one for each multiprocessor.
     """
     n, k = w_ENK.shape[1:]
     by_k = not w_ENK.is_contiguous()
     w_desc = described(w_ENK.transpose(1, 2), 1, TILE_K, TILE_N) if by_k else described(w_ENK, 1, TILE_N, TILE_K)
-    _matmul_of(n, k, y_SN.stride(0), programs, by_k)(
+    _matmul_of(n, k, y_SN.stride(0), programs or multiprocessors(x_SK.device), by_k)(
         described(x_SK, TILE_M, TILE_K), w_desc, y_SN, alpha_x, alpha_w, *at
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -35,6 +36,12 @@ def on(t: Tensor) -> AbstractContextManager[Any]:
     """A context in which `fn[grid](...)`, which launches on the current device, launches on t's."""
     device = t.get_device()
     return torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else nullcontext()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _checked: dict[tuple[Any, ...], dict[str, Any]] = {}

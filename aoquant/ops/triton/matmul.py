@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .epilogue import finished_tile
-from .launch import LAUNCHES, Launch, described
+from .launch import LAUNCHES, Launch, described, multiprocessors
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
@@ -50,11 +50,6 @@ def _matmul(
         at_m, at_n = row + tl.arange(0, BM), column + tl.arange(0, BN)
         acc = finished_tile(acc, at_m, at_n, at_m < m, at_n < n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
         y_desc.store([row, column], acc.to(y_desc.dtype))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
@@ -99,7 +94,7 @@ def matmul(
     x_desc = described(x_MK.t(), TILE_K, TILE_M) if x_across else described(x_MK, TILE_M, TILE_K)
     w_desc = described(w_NK.t(), TILE_K, TILE_N) if w_across else described(w_NK, TILE_N, TILE_K)
     x_rows, w_rows = [a is not None and a.numel() > 1 for a in (alpha_x, alpha_w)]
-    launch = _matmul_of(m, n, k, x_rows, w_rows, x_across, w_across, _multiprocessors(x_MK.device))
+    launch = _matmul_of(m, n, k, x_rows, w_rows, x_across, w_across, multiprocessors(x_MK.device))
     launch(x_desc, w_desc, described(y_MN, TILE_M, TILE_N), alpha_x, alpha_w, bias)
     return y_MN
 
