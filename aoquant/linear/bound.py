@@ -164,4 +164,8 @@ class BoundWeight:
 
         if x_as is None:
             return weights
-        return {"operand": operands, "codes": codes}.get(reads(recipe.contract), general)
+        read = reads(recipe.contract)
+        made = x_as.planned(torch.empty(1, k, dtype=dtype, device="meta"))
+        if read == "codes" and not made.zero is made.outer is None:  # a product has no place for them
+            return general
+        return {"operand": operands, "codes": codes}.get(read, general)

@@ -116,7 +116,7 @@ class Backend:
     needs no codes of either; x and w may lie in memory as their transposes do. Or None.
     bind: (request, W) -> the product alone, (x (M, K) as the contract reads it, alpha_x, bias) -> y (M, N) with the
     bits of `run`, with all about W looked up once and nothing of it copied; or None, for a W that it would have to
-    copy.
+    copy. Not for an x that is read as codes with a zero point or an outer scale.
     """
 
     name: str
