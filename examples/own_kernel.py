@@ -35,7 +35,7 @@ def run(call: ops.Call) -> Tensor:
 
 
 def main() -> None:
-    ops.register(ops.Backend("own", 20, why_not, run))
+    ops.register(ops.Backend("own", 20, why_not, run, reads_codes=True))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
     quantize_(model, aoquant.Int8WeightConfig(granularity="row"))

@@ -1,8 +1,8 @@
 """Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
 
-`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row
-in `test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow. A format defined
-in another package is known here by `register_format(instance)`.
+`get_format(name)` returns one, `list_formats()` names them. docs/architecture.md says how a format is added; training,
+packing, reports, checkpoints and the command line follow. A format defined in another package is known here by
+`register_format(instance)`, in processes that import that package.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import re
 from functools import cache
+
+import torch
 
 from aoquant import transforms
 
@@ -167,15 +169,15 @@ REQUIRED = ("name", "bits", "measure", "quantize", "operand", "saturated", "floo
 
 
 def register_format(format: Format) -> Format:
-    """Make a format that is defined elsewhere known by its name, as ops, recipes, checkpoints and the command line look
-    formats up.
+    """Make a format that is defined elsewhere known by its name, as ops, recipes and checkpoints look formats up.
 
-    Call it where the format is defined: a process that loads a checkpoint of it has to import that module first. Names
-    are lower-case letters, digits, dots and hyphens. Returns the format.
+    Call it where the format is defined: a process that loads a checkpoint of it has to import that module first, and
+    the command line, which imports none, does not know it. Names are lower-case letters, digits, dots and hyphens.
+    Returns the format.
 
     Raises:
-        ValueError: the class lacks a method of `REQUIRED`; the name has another form, or belongs to a format with other
-            numerics.
+        ValueError: the class lacks a method of `REQUIRED`, or reads values where tensors on the meta device have none;
+            the name has another form, or belongs to a format with other numerics.
     """
     if missing := [m for m in REQUIRED if getattr(type(format), m, None) in (None, getattr(Format, m))]:
         raise ValueError(
@@ -192,6 +194,13 @@ def register_format(format: Format) -> Format:
             f"a registered format needs a name of its own, in lower-case letters, digits, dots and hyphens, got {name!r} for {format!r}"
             + (f", which names {known!r}" if known else "")
         )
+    try:
+        format.planned(torch.empty(format.tile_rows, format.block or 16, dtype=torch.bfloat16, device="meta"))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} cannot be registered: its measure and quantize have to run on the meta device, whose tensors have shapes and no "
+            f"values, and raise {type(error).__name__}: {error}"
+        ) from error
     _REGISTERED[name] = format
     return format
 

@@ -325,11 +325,10 @@ class Format:
         """
         if not self.element.startswith("e"):
             return self.decode(e, torch.float32)
-        packed = e.codes.dtype == torch.uint8
-        codes = layout.unpack(e.codes, 4, e.k) if packed else e.codes.view(torch.uint8)
-        negative = codes > (7 if packed else 127)
-        zero = (codes & (7 if packed else 127)) == 0
-        same = [torch.full_like(e.codes.view(torch.uint8), c).view(e.codes.dtype) for c in (0x11 if packed else 1, 0)]
+        sign = 1 << (self.bits - 1)
+        codes = layout.unpack(e.codes.view(torch.uint8), self.bits, e.k)
+        negative, zero = codes >= sign, (codes & (sign - 1)) == 0
+        same = [layout.pack(torch.full_like(codes, c), self.bits).view(e.codes.dtype) for c in (1, 0)]
         v, one, none = (self.decode(e._replace(codes=c), torch.float32) for c in (e.codes, *same))
         step = one - none
         step = torch.where(negative, -step, step)
