@@ -146,6 +146,8 @@ def _why_not_cuda(r: Request) -> str | None:
         return f"computes tinygemm_cuda, not {r.contract}"
     if r.device.type != "cuda":
         return "computes tinygemm_cuda on a CUDA device alone"
+    if (r.scale_dtype or r.dtype) != torch.bfloat16:
+        return f"reads scales in bfloat16, got {r.scale_dtype or r.dtype}"
     if torch.cuda.get_device_capability(r.device) < (8, 0):
         return "the operator needs compute capability 8.0 (Ampere) or later"
     return None
