@@ -128,7 +128,16 @@ class Op(Generic[P, R]):
         return _apart(self._result.tensors(made), flat[0])
 
     def _shapes(self, *flat: Any) -> Any:
-        """Its shapes and dtypes, without data."""
+        """Its shapes and dtypes, without data.
+
+        Raises:
+            ValueError: some tensors are on meta, and others are not and have values, which nobody would read.
+        """
+        devices = sorted({str(t.device) for t in flat[0] if type(t) in PLAIN})
+        if len(devices) > 1:
+            raise ValueError(
+                f"the layer's tensors are on {' and '.join(devices)}: those on meta hold no values, so load the checkpoint, or move all to one device"
+            )
         return self._result.flat(self._fake(self.arguments.named(self.arguments.read(*flat))))
 
     def _without_autocast(self, args: Sequence[Any], device: str) -> R:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ from aoquant import (
     save_pretrained,
 )
 from aoquant.files import atomic, checkpoint, safetensors_file
-from aoquant.integrations import stream_sources
-from aoquant.recipes import Recipe, list_recipes, mixed
+from aoquant.integrations import stream, stream_sources
+from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
 MIXED = FqnToConfig(
     {
@@ -190,6 +191,17 @@ def test_experts_that_are_fused_on_load_keep_their_stored_names(tmp_path: Path) 
     assert done.layers == 8  # attention
     assert_same_files(tmp_path / "whole", tmp_path / "out")
     assert torch.equal(logits(load_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a source of several tensors, such as stacked experts, are shared out among them."""
+    config = MixtralConfig(**SMALL, num_local_experts=4)
+    MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "float")
+    bar, totals = mock.MagicMock(), []
+    bar.__enter__.return_value = bar
+    monkeypatch.setattr(stream, "progress", lambda total, *words: totals.append(total) or bar)
+    convert_checkpoint(tmp_path / "float", get_recipe("int4-g32-experts").make(), tmp_path / "out")
+    assert [sum(call.args[0] for call in bar.update.call_args_list)] == totals != []
 
 
 def test_other_files_come_along_and_other_weights_do_not(copied: Path, tmp_path: Path) -> None:

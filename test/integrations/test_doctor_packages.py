@@ -170,10 +170,18 @@ def test_what_a_recipe_does_here(name: str, trains: bool, runs: bool, equal: str
     assert (tried.recipe, tried.trains == "yes", tried.runs == "yes", tried.equal) == (name, trains, runs, equal)
 
 
+def raised(message: str) -> None:
+    raise RuntimeError(message)
+
+
 def test_a_recipe_that_does_not_train_or_converts_to_another_layer_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Recipe("group", lambda: Int4WeightConfig(48), "a group that does not divide K")
     tried = doctor._try(group, "cpu")
     assert "48" in tried.trains and tried[2:] == ("-", "-")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "backward", lambda *args: raised("no backward here"))
+        tried = doctor._try(get_recipe("int8-weight"), "cpu")
+        assert "no backward here" in tried.trains and tried[2:] == ("-", "-")
     real = doctor.quantize_
 
     def changed(model: Any, config: QATConfig) -> None:

@@ -41,6 +41,15 @@ def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "flush", lambda path: None)
 
 
+def test_a_renamed_file_and_its_name_are_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done, rename, new = list[Any](), os.replace, tmp_path / "new"
+    monkeypatch.setattr(atomic, "flush", done.append)
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append(paths), rename(*paths)))
+    new.write_text("text")
+    atomic.give_place(new, tmp_path / "named")
+    assert done == [new, (new, tmp_path / "named"), tmp_path]
+
+
 # ---- every operation, with small files in the place of a model
 
 

@@ -186,6 +186,10 @@ def test_a_module_that_runs_often_has_one_row_of_all_its_calls() -> None:
     for given, found in ((key, row.key_sqnr_db), (2 * key, row.value_sqnr_db)):
         read = given.clamp(-448, 448).to(torch.float8_e4m3fn).float()
         assert found == pytest.approx(sqnr(given, read))
+    small = torch.randn(2, 3, 64) / 64
+    (row,) = caches_of(Often(), a, {"parts": [small]})
+    key = small.unflatten(-1, (2, 32))
+    assert row.key_sqnr_db == pytest.approx(sqnr(key, key.to(torch.float8_e4m3fn).float()))
     assert row.bytes_before == 2 * 2 * 32 * 4
 
 

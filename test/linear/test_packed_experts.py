@@ -50,6 +50,17 @@ def test_packed_experts_are_selected_cut_turned_and_copied() -> None:
             packed[torch.tensor([0, 1])]
 
 
+@pytest.mark.parametrize("dim", range(-3, 3))
+def test_packed_experts_are_cut_along_any_dimension(dim: int) -> None:
+    """Counted from either end, of W (E, N, K) and of its transpose."""
+    w = torch.randn(E, 32, 64, dtype=torch.bfloat16)
+    packed = packed_experts([linear_of(e, "int4-g32/").weight.data for e in w])
+    for stack in (packed, packed.transpose(-2, -1)):
+        end = stack.shape[dim] // 2
+        cut, whole = (torch.ops.aten.slice.Tensor(t, dim, 0, end) for t in (stack, stack.dequantize()))
+        assert cut.shape == whole.shape and torch.equal(cut.dequantize(), whole)
+
+
 def test_what_packed_experts_cannot_do_is_refused() -> None:
     w = torch.randn(E, 32, 64, dtype=torch.bfloat16)
     packed = packed_experts([linear_of(e, "int4-g32/").weight.data for e in w])
