@@ -79,11 +79,16 @@ def test_an_archive_holds_every_recipe_and_is_small(golden: Golden) -> None:
 
 def test_checkpoints_load_with_equal_codes_and_logits(golden: Golden) -> None:
     """Every recipe that a CPU can pack; those that run on a GPU alone are compared by their codes."""
+    failed = {}
     for recipe, expected in golden.expected["recipes"].items():
         model = aoquant.load_pretrained(golden.root / "recipes" / recipe)
-        assert_same(cases.state(model), expected["state"], recipe)
-        if "outputs" in expected:
-            assert_outputs(golden, recipe, model, expected["outputs"])
+        try:
+            assert_same(cases.state(model), expected["state"], recipe)
+            if "outputs" in expected:
+                assert_outputs(golden, recipe, model, expected["outputs"])
+        except AssertionError as error:  # one recipe hides no other
+            failed[recipe] = str(error)
+    assert not failed
 
 
 def test_transformers_loads_them_too(golden: Golden) -> None:
