@@ -66,6 +66,11 @@ def refuse(problems: Mapping[str, str], unchanged: str = "the model is unchanged
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; {unchanged}:{shown}")
 
 
+def one_line(error: BaseException) -> str:
+    """Return what an error says, in one line; its class where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def some(names: Sequence[str], count: int = 3) -> str:
     """Return the first names and how many more there are, on one line."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -21,7 +21,7 @@ from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_s
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
-from aoquant._messages import some
+from aoquant._messages import one_line, some
 from aoquant.distributed import fsdp
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.routers import routers_of
@@ -185,8 +185,7 @@ def config_of(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except checkpoint.NO_MODEL as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {reason}") from None
+        raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}") from None
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from aoquant._messages import one_line
 from aoquant._messages import progress as progress_bar
 from aoquant.integrations.text import Source, beginning, described, find_pages, read_jsonl
 
@@ -212,9 +213,8 @@ def _load(task: str, include: Path) -> Any:
     except OSError as error:
         if task == TASK:
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"cannot fetch WikiText-2 from the hub ({reason}): give wikitext, or --wikitext, a folder with test.jsonl"
+            f"cannot fetch WikiText-2 from the hub ({one_line(error)}): give wikitext, or --wikitext, a folder with test.jsonl"
         ) from error
 
 

@@ -21,6 +21,7 @@ from support.killed import killed, operations
 from aoquant import PackedWeightConfig, cli, convert_checkpoint, load_pretrained, save_pretrained
 from aoquant.export import export, filled_folder, gguf_checksum, hf_folder
 from aoquant.export.contents import values
+from aoquant.export.source import config_of
 from aoquant.export.verify import verify
 from aoquant.files import atomic, checkpoint, checksums
 from aoquant.files.safetensors_file import header
@@ -266,3 +267,13 @@ def test_checksums_without_an_end_of_depth_are_damage(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, path, metadata={"aoquant_crc32": "[" * 100_000})
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         checksums.verify([path])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("{", "JSON"), ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size.*wide"), ("[]", "model_type")],
+)
+def test_a_config_that_transformers_cannot_read_says_why_in_a_line(config: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=rf"config\.json: transformers cannot read it: .*{said}[^\n]*$"):
+        config_of(tmp_path)

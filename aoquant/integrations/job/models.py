@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant import CalibrateConfig, QATConfig, calibrate, calibrate_ptq, quantize_
+from aoquant._messages import one_line
 from aoquant.calibrate import uncalibrated
 from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.hf import load_pretrained
@@ -68,10 +69,9 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
                 f"{where!r} brings Python code of its own, and aoquant runs no code of a checkpoint: if you trust it, load "
                 "it in Python with trust_remote_code=True, and use aoquant.quantize_"
             ) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             "model must be a folder of a causal language model, or its id on the hub; transformers cannot load "
-            f"{where!r}: {reason}"
+            f"{where!r}: {one_line(error)}"
         ) from error
     if missing := sorted(map(str, info["missing_keys"])):
         raise ValueError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from aoquant._messages import one_line
 from aoquant.integrations.finetune import LOSSES, check_switch
 from aoquant.integrations.hf import check_storable
 from aoquant.integrations.job.training import PRESETS
@@ -257,7 +258,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is no YAML file: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path}: is no YAML file: {one_line(error)}") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: must hold options as NAME: VALUE lines, got {type(content).__name__}")
     types = get_type_hints(Options)
