@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.export_cases import converted
+from transformers.utils import logging as transformers_logging
 
 import aoquant
 from aoquant import cli, load_pretrained, ops, save_pretrained
@@ -25,6 +27,7 @@ from aoquant._messages import folded
 from aoquant.cli import ADVICE
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
+from aoquant.integrations.launched import no_bars_in_logs
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.tools import doctor
 
@@ -431,3 +434,13 @@ def test_a_calibrated_conversion_prints_commands_that_serve_it(
     folder, layout, out = (printed[printed.index(word) + 1] for word in ("export", "--format", "--out"))
     cli.export(Path(folder), layout, Path(out))  # type: ignore[arg-type]
     assert capsys.readouterr().out.split()[-1] == file and Path(file).exists()
+
+
+def test_logs_have_no_bars_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # which is no terminal
+    transformers_logging.enable_progress_bar()
+    try:
+        no_bars_in_logs()
+        assert not transformers_logging.is_progress_bar_enabled()
+    finally:
+        transformers_logging.enable_progress_bar()

@@ -426,11 +426,16 @@ def test_an_error_of_a_norm_is_no_verdict() -> None:
         def forward(self, x: Tensor, gate: Tensor) -> Tensor:
             return super().forward(x) * gate
 
+    class Open(nn.LayerNorm):
+        def forward(self, x: Tensor, *others: Any, **options: Any) -> Tensor:
+            return super().forward(x)
+
     class Broken(nn.LayerNorm):
         def forward(self, x: Tensor) -> Tensor:
             raise RuntimeError("Expected all tensors to be on the same device")
 
     assert links.offset(nn.LayerNorm(8)) == 0.0 and links.offset(Gated(8)) is None
+    assert links.offset(Open(8)) == 0.0
     with pytest.raises(RuntimeError, match="same device"):
         links.offset(Broken(8))
 
