@@ -328,6 +328,19 @@ def test_explain_names_the_shape_that_a_kernel_refuses() -> None:
     assert "on a CPU alone" in elsewhere["torch._weight_int4pack_mm_for_cpu"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scales", "taken"), [(BF16, None, True), (F32, BF16, True), (F32, None, False), (BF16, F32, False)]
+)
+def test_pytorchs_int4_kernel_for_cuda_takes_scales_in_bfloat16_alone(
+    dtype: torch.dtype, scales: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads others as if they were."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    (kernel,) = (b for b in ops.router._backends if b.name == "torch._weight_int4pack_mm")
+    asked = request("tinygemm_cuda", device=torch.device("cuda"), dtype=dtype, scale_dtype=scales)
+    assert (kernel.why_not(asked) is None) == taken
+
+
 def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
     args = gemm("fp8_scaled_mm", F32)
     free = ops.matmul(*args).y

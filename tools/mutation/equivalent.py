@@ -215,4 +215,22 @@ EQUIVALENT = [
         "y_MN = ((y_MN) * ratio.t()).to(c.dtype)",
         "A bfloat16 tensor times a float32 one is multiplied in float32.",
     ),
+    Equivalent(
+        "export/modelopt.py",
+        'tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}',
+        'tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[(-1)].clone()}',
+        "`one_outer` gives one value.",
+    ),
+    Equivalent(
+        "ptq/gptq.py",
+        "values_NK, codes_NK = (torch.cat(halves) for halves in zip(*made, strict=True))",
+        "values_NK, codes_NK = (torch.cat(halves) for halves in zip(*made, strict=False))",
+        "`_rounded` makes pairs.",
+    ),
+    Equivalent(
+        "integrations/text.py",
+        "ids = torch.tensor([[self.separator, 1, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
+        "ids = torch.tensor([[self.separator, 2, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
+        "Any tokens of two documents do.",
+    ),
 ]
