@@ -125,6 +125,8 @@ class TeacherCache:
     def _take(self, path: Path) -> None:
         metadata, stored = header(path)
         if other := [name for name, value in self.about.items() if metadata.get(name) != value]:
+            if "window" in other:
+                other = [name for name in other if name != "data"]  # other blocks, maybe of the same text
             raise ValueError(
                 f"{path}: was made with another {' and another '.join(_SAID.get(name, name) for name in other)}: choose another "
                 f"--teacher-cache, or remove {self.folder}"
