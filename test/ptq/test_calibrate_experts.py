@@ -80,6 +80,19 @@ def test_codes_of_every_format_are_saved_and_trained_on(family: str, format: str
     assert torch.equal(logits(aoquant.load_pretrained(tmp_path / "saved")), wanted)
 
 
+def test_clip_alone_moves_scales_and_gptq_alone_moves_none() -> None:
+    rounded = model_of("qwen3-moe")
+    quantize_(rounded, PackedWeightConfig("int4-g32"))
+    kept = {n: p.scale.clone() for n, p in stacks(rounded).items()}
+    for method in ("gptq", "clip", "clip+gptq"):
+        model = model_of("qwen3-moe")
+        config = CalibrateConfig(PackedWeightConfig("int4-g32"), method, asymmetric=False)
+        calibrate_ptq(model, batches(), config)
+        for name, p in stacks(model).items():
+            assert torch.equal(p.scale, kept[name]) == (method == "gptq")
+            assert not same_bits(p, stacks(rounded)[name])
+
+
 def test_the_gram_of_an_expert_is_that_of_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare gate and up: x^T x over the tokens that the router gives the expert, padding left out."""
     model, seen = model_of("mixtral").float(), dict[str, Any]()
