@@ -165,7 +165,8 @@ class BoundWeight:
         if x_as is None:
             return weights
         read = reads(recipe.contract)
-        made = x_as.planned(torch.empty(1, k, dtype=dtype, device="meta"))
-        if read == "codes" and not made.zero is made.outer is None:  # a product has no place for them
-            return general
+        if read == "codes":
+            made = x_as.planned(torch.empty(1, k, dtype=dtype, device="meta"))
+            if made.zero is not None or made.outer is not None:  # a product has no place for them
+                return general
         return {"operand": operands, "codes": codes}.get(read, general)

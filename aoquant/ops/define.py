@@ -128,13 +128,13 @@ class Op(Generic[P, R]):
         return _apart(self._result.tensors(made), flat[0])
 
     def _shapes(self, *flat: Any) -> Any:
-        """Its shapes and dtypes, without data.
+        """Return its shapes and dtypes, without data.
 
         Raises:
             ValueError: some tensors are on meta, and others are not and have values, which nobody would read.
         """
         devices = sorted({str(t.device) for t in flat[0] if type(t) in PLAIN})
-        if len(devices) > 1:
+        if len(devices) > 1 and "meta" in devices:
             raise ValueError(
                 f"the layer's tensors are on {' and '.join(devices)}: those on meta hold no values, so load the checkpoint, or move all to one device"
             )

@@ -49,8 +49,8 @@ _GPUS = ("hopper", "ada", "ampere", "blackwell")
 
 @dataclass(frozen=True)
 class Choice:
-    """One line. engines, devices: by the names above, or ANY. ptq: needs no training: 8 bits, whose PTQ has at most
-    1.05 times the float model's word perplexity where it was measured.
+    """Hold one line. engines, devices: by the names above, or ANY. ptq: whether it needs no training: 8 bits, whose
+    PTQ has at most 1.05 times the float model's word perplexity where it was measured.
     """
 
     where: str
