@@ -28,9 +28,9 @@ def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> tuple[li
         compiler, "-c", str(FOLDER / "step.cpp"), "-o", made, "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden",
         "-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"),
         f'-DAOQUANT_TORCH="{torch.__version__}"', f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-ffile-prefix-map={FOLDER.parent}=csrc",
+        f"-ffile-prefix-map={FOLDER.parent}=csrc", *(["-DAOQUANT_CUDA"] if torch.version.cuda else []),
     ]  # fmt: skip
-    libraries = ("-ltorch_cpu", "-lc10")
+    libraries = ("-ltorch_cpu", "-lc10", *(["-ltorch_cuda"] if torch.version.cuda else []))
     linked = [compiler, "-shared", f"-Wl,{source_symbol('_native_step')}", "-o", str(target), made]
     return [compiled], [*linked, f"-L{root / 'lib'}", *libraries]
 

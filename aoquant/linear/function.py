@@ -257,7 +257,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.frame, ctx.repeats = frame, None if kind is None else kind.note.backward
         if kind is not None and not kind.left_to_library and w is not None:
             backward = functools.partial(_repeated, frame._replace(random=None), ctx.repeats)
-            replay.learn(kind, x.is_cuda, given.random is not None, needs[:3], backward)
+            replay.learn(kind, given.random is not None, needs[:3], backward)
         return y
 
     @staticmethod

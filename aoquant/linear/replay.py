@@ -117,7 +117,7 @@ def step(
         if True not in needs:
             try:
                 made, _ = family.run(family.number, given)
-            except RuntimeError:  # the call's own error comes from its steps, one by one
+            except Exception:  # the call's own error comes from its steps, one by one
                 made = None
             return (made[0] if made else None), rows, columns
         made, number = native_step.operator("forward")(family.number, given, bias, random)
@@ -159,10 +159,10 @@ def _leave(shared: Any, lefts: Any, tensors: Iterator[Tensor], layer: int) -> No
             codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
 
 
-def learn(kind: repeat.Kind, cuda: bool, random: bool, needs: Any, gradients: Any) -> None:
-    """Let csrc's libraries run such calls and their backwards from now on, once both are programs of theirs.
+def learn(kind: repeat.Kind, random: bool, needs: Any, gradients: Any) -> None:
+    """Let csrc's step library run such calls and their backwards from now on, once both are programs of it.
 
-    cuda: whether on a GPU. random: whether backward draws. needs: whether x, w and bias want their gradients.
+    random: whether backward draws. needs: whether x, w and bias want their gradients.
     gradients: the backward (`Gradients`), of the gradient, the saved tensors and the state of random numbers; None
         where there is none.
     """
@@ -170,16 +170,15 @@ def learn(kind: repeat.Kind, cuda: bool, random: bool, needs: Any, gradients: An
     if kind.left_to_library or family is None:
         return
     if True in needs:
-        if backward is None or not _step_library():
+        if backward is None:
             return
-        _tell(kind, cuda, random, needs, gradients, backward)
+        _implement()
+        _tell(kind, random, needs, gradients, backward)
     _forwards.told[kind.how] = family
     kind.left_to_library = True
 
 
-def _tell(
-    kind: repeat.Kind, cuda: bool, random: bool, needs: Any, gradients: Gradients, backward: repeat.Family
-) -> None:
+def _tell(kind: repeat.Kind, random: bool, needs: Any, gradients: Gradients, backward: repeat.Family) -> None:
     """Tell the step library of a kind whose backwards are `backward`'s."""
     note, program = kind.note, kind.program
     there = [True] * (1 + note.saved + 4 * sum(left is not None for left in note.left))
@@ -190,7 +189,7 @@ def _tell(
     number = next(_numbers)
     _known[number] = _Known(lefts if any(lefts) else None, saved, random, gradients)
     asked = sum(1 << i for i, need in enumerate(needs) if need)
-    native_step.operator("learn")(program.native.number, cuda, number, backward.number, sum(saved), asked)
+    native_step.operator("learn")(program.native, number, backward.number, sum(saved), asked)
 
 
 def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:
@@ -202,15 +201,12 @@ def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in made if t is not None]
 
 
-def _step_library() -> bool:
-    """Return whether the step library is there; the first time, give it `_gradients`."""
-    if native_step.why_not() is not None:
-        return False
+def _implement() -> None:
+    """Give the step library `_gradients`, the first time."""
     with _registering:
         if not _implementation:
             _implementation.append(torch.library.Library("aoquant_step", "IMPL"))
             _implementation[0].impl("gradients", _gradients, "CompositeImplicitAutograd")
-    return True
 
 
 _registering = threading.Lock()
@@ -241,7 +237,7 @@ def forward(
             codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
     if known is not None and w is not None and True not in needs:
-        learn(known, x.is_cuda, False, needs[:3], None)
+        learn(known, False, needs[:3], None)
     return made[0], made[1 : 1 + note.saved], note.layout, known
 
 

@@ -115,9 +115,9 @@ class Op(Generic[P, R]):
             return kind(body, tensors)
         if not kind.left_to_library:  # from now on the step library has such calls before Python
             family = repeats.family(kind)
-            if family is not None and native_step.why_not() is None:
-                native, none = kind.program.native, kind.program.none or [False] * len(made)
-                how = numbers, words, family.number, native.number, tensors[0].is_cuda, none
+            if family is not None:
+                none = kind.program.none or [False] * len(made)
+                how = numbers, words, family.number, kind.program.native, none
                 native_step.operator("learn_op")(self.overload.name(), *how)
             kind.left_to_library = True
         return made

@@ -1,6 +1,6 @@
-"""Write a recorded program in the words that `csrc/program.h` reads, which then runs it without Python.
+"""Write a recorded program in the words that `csrc/step/program.h` reads, which then runs it without Python.
 
-    step       MAKE result dtype device [sizes] [strides]        an empty tensor
+    step       MAKE result dtype [sizes] [strides]               an empty tensor of the arguments' device
                VIEW result slot offset [sizes] [strides]         of memory that the program made
                OPERATOR name overload [results] arguments        arguments: their count, then kind [words] of each
                LAUNCH address grid threads shared parameters     parameters: their count, then each
@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import native, native_cpu
+from . import native_step
 
 MAKE, VIEW, OPERATOR, LAUNCH, DROP = range(5)
-NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, TYPE, INTEGERS, FORMAT, MAYBE = range(10)
+NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, INTEGERS = range(7)
 BITS, ADDRESS, BOXES = range(3)
 _KINDS = {
     "Tensor": TENSOR, "List[Tensor]": TENSORS, "int": INTEGER, "SymInt": INTEGER, "float": NUMBER, "bool": BOOLEAN,
-    "ScalarType": TYPE, "List[int]": INTEGERS, "List[SymInt]": INTEGERS, "MemoryFormat": FORMAT,
+    "ScalarType": INTEGER, "List[int]": INTEGERS, "List[SymInt]": INTEGERS, "MemoryFormat": INTEGER,
 }  # fmt: skip
 # numbers of c10::ScalarType
 _TYPES = {
@@ -107,7 +107,7 @@ def make(t: Tensor, device: torch.device, result: int) -> Words | None:
     """Return the words that make an empty tensor like `t` in a program of `device`."""
     if t.dtype not in _TYPES or t.layout is not torch.strided or t.device != device:
         return None
-    return [MAKE, Slot(result), _TYPES[t.dtype], max(t.get_device(), 0), *_list(t.shape), *_list(t.stride())]
+    return [MAKE, Slot(result), _TYPES[t.dtype], *_list(t.shape), *_list(t.stride())]
 
 
 def view(t: Tensor, of: Tensor, slot: int, result: int) -> Words | None:
@@ -134,12 +134,12 @@ def operator(func: Any, given: dict[str, Any], slot: Callable[[Tensor], int], re
         return None
     for a in schema.arguments:
         kind = str(a.real_type)
-        maybe = kind.startswith("Optional[")
-        inner = kind.removeprefix("Optional[").removesuffix("]") if maybe else kind
-        words = _value(_KINDS.get(inner), given.get(a.name, a.default_value), slot)
+        if kind.startswith("Optional["):
+            kind = kind.removeprefix("Optional[").removesuffix("]")
+        words = _value(_KINDS.get(kind), given.get(a.name, a.default_value), slot)
         if words is None:
             return None
-        written += [words[0] + MAYBE * (maybe and words[0] != NONE), *words[1:]]
+        written += words
     return written
 
 
@@ -165,32 +165,18 @@ def bits(value: float, kind: str = "f") -> int:
     return int.from_bytes(struct.pack(f"<{kind}", value), "little", signed=True)
 
 
-class Native(NamedTuple):
-    """Hold a program's number in a library, and that library's `operator`."""
-
-    operator: Callable[[str], Callable[..., Any]]
-    number: int
-
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the program; it does not look whether these are laid out as those that it was recorded with."""
-        made: list[Tensor] = self.operator("program_run")(self.number, tensors)
-        return made
-
-
 def native_program(
-    device: torch.device,
     steps: Sequence[Words | None],
     constants: dict[int, Tensor],
     arguments: Sequence[int],
     results: Sequence[int],
     slots: int,
-) -> Native | None:
-    """Return the program, or None where a step has no words, or the device no library.
+) -> int | None:
+    """Return the program's number in the step library; None where a step has no words, or there is no library.
 
     constants: tensors that it holds, by slot. arguments, results: the slots of these. slots: their count.
     """
-    library: Any = {"cuda": native, "cpu": native_cpu}.get(device.type)
-    if library is None or None in steps or library.why_not() is not None:
+    if None in steps or native_step.why_not() is not None:
         return None
     others = (slot for slot in range(slots) if slot not in arguments)
     order = {slot: i for i, slot in enumerate((*arguments, *others))}
@@ -206,11 +192,13 @@ def native_program(
         written += step or ()
     words = [number(word) for word in (*written, *_list([Slot(s) for s in results]))]
     try:
-        made = library.operator("program_make")(words, "\n".join(names), len(arguments), list(constants.values()))
+        made: int = native_step.operator("program_make")(
+            words, "\n".join(names), len(arguments), list(constants.values())
+        )
     except RuntimeError as error:  # Python runs it
         logging.getLogger("aoquant.program").debug("no words for csrc's library: %s", error)
         return None
-    return Native(library.operator, made)
+    return made
 
 
 def _list(values: Sequence[int]) -> Words:
@@ -225,10 +213,9 @@ def _value(kind: int | None, value: Any, slot: Callable[[Tensor], int]) -> Words
         return [kind, 1, Slot(slot(value))] if isinstance(value, Tensor) else None
     if kind == TENSORS:
         return [kind, *_list([Slot(slot(t)) for t in value])]
-    if kind == TYPE:
-        return [kind, 1, _TYPES[value]] if value in _TYPES else None
-    if kind == FORMAT:
-        return [kind, 1, _FORMATS[value]] if value in _FORMATS else None
+    if isinstance(value, (torch.dtype, torch.memory_format)):
+        number = {**_TYPES, **_FORMATS}.get(value)
+        return None if number is None else [INTEGER, 1, number]
     if kind == NUMBER:
         return [kind, 1, bits(value, "d")]
     if kind == INTEGERS:

@@ -29,8 +29,15 @@ def _load(library: Path) -> str | None:
     if library.exists() and not sources.holds(library, f"aoquant step for torch {torch.__version__}\0"):
         return f"aoquant's step library was built for another torch than {torch.__version__}: build it again"
     if (reason := sources.load(library, "step", "nvcc and a CUDA torch", "kernels")) is None:
-        router.watch(operator("pause"))
+        router.watch(_told)
     return reason
+
+
+def _told(blocks: int) -> None:
+    if blocks:
+        operator("pause")(blocks)
+    else:  # backends were added
+        operator("forget_ops")()
 
 
 @cache

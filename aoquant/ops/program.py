@@ -1,4 +1,4 @@
-"""Record the kernels that a function runs, and run them again without its Python: by a library of csrc, in one call,
+"""Record the kernels that a function runs, and run them again without its Python: by csrc's step library, in one call,
 where it has words for all of them (native_program.py), or one after the other.
 
 `record` runs a function once under a dispatch mode and writes down every operator and every Triton launch with the
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from . import native_program as native
+from . import native_step
 from .native_program import native_program
 
 _log = logging.getLogger("aoquant.program")
@@ -69,7 +70,8 @@ class Step(NamedTuple):
 class Program:
     """Repeat the steps of a function on tensors, of which some may be None; those were None when it was recorded.
 
-    none: which of its results are None; None where none is.
+    native: its number in csrc's step library; None where Python runs it. none: which of its results are None; None
+        where none is.
     """
 
     __slots__ = ("__weakref__", "_results", "_slots", "_steps", "native", "none")
@@ -81,16 +83,17 @@ class Program:
         constants = {slot: t for slot, t in enumerate(slots) if t is not None and slot >= count}
         words = [step.words for step in steps if step.words != []]
         made = [place for place in results if place >= 0]
-        self.native = native_program(slots[given[0]].device, words, constants, given, made, len(slots))
+        self.native = native_program(words, constants, given, made, len(slots))
         if self.native is not None:
-            weakref.finalize(self, self.native.operator("program_forget"), self.native.number)
+            weakref.finalize(self, native_step.operator("program_forget"), self.native)
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the function's results on these arguments."""
         if self.native is not None:
             try:
-                return self.whole(self.native.run([t for t in arguments if t is not None]))
-            except RuntimeError as error:
+                given = [t for t in arguments if t is not None]
+                return self.whole(native_step.operator("program_run")(self.native, given))
+            except Exception as error:
                 results = self._one_by_one(arguments)  # the same step raises here, with its own error
                 _log.debug("only csrc's library failed: %s", error)
                 self.native = None

@@ -27,7 +27,7 @@ from torch._C import (
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from . import router
+from . import native_step, router
 from .program import Program, record, recording
 
 FIRST_DEVICE = 0  # the least `get_device()` of a tensor whose calls are repeated; a CPU's is -1
@@ -108,7 +108,7 @@ class Repeats:
             return None, kind
         if kind.program.native is not None:
             if family is None:
-                family = self._families.setdefault(but_layouts, Family(kind.program.native.operator))
+                family = self._families.setdefault(but_layouts, Family())
             family.bind(kind, there)
         return kind.program(arguments), kind
 
@@ -142,23 +142,23 @@ class Repeats:
 class Family:
     """Hold kinds that a library knows, and that differ in the layouts of their tensors alone."""
 
-    def __init__(self, operator: Callable[[str], Callable[..., Any]]) -> None:
+    def __init__(self) -> None:
         self.number, self._kinds = next(_numbers), dict[int, Kind]()
-        self.run, self._bind = operator("family_run"), operator("family_bind")
-        weakref.finalize(self, operator("family_forget"), self.number)
+        self.run, self._bind = native_step.operator("family_run"), native_step.operator("family_bind")
+        weakref.finalize(self, native_step.operator("family_forget"), self.number)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor | None] | None, Kind | None]:
         """Return the results of a call, and its kind; None for both where the library has no program, or it fails."""
         try:
             made, number = self.run(self.number, tensors)
-        except RuntimeError:  # the call's own error comes from its steps, one by one
+        except Exception:  # the call's own error comes from its steps, one by one
             return None, None
         kind = self._kinds.get(number)
         return (None, None) if kind is None else (kind.program.whole(made), kind)
 
     def bind(self, kind: Kind, tensors: Sequence[Tensor]) -> None:
         """Let calls like this one run the kind's program from now on."""
-        number = kind.program.native.number
+        number = kind.program.native
         if number not in self._kinds:
             self._kinds[number] = kind
             self._bind(self.number, number, tensors)

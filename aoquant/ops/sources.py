@@ -21,7 +21,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 PARTS = {
     "_native": ("*.cu", "*.cuh", "*.h", "builder.py"),
     "_native_cpu": ("cpu/*.cpp", "cpu/*.h", "*.h", "cpu_builder.py"),
-    "_native_step": ("step/*.cpp", "step_builder.py"),
+    "_native_step": ("step/*.cpp", "step/*.h", "step_builder.py"),
 }
 
 

@@ -11,7 +11,6 @@
 
 #include "arguments.h"
 #include "kernels.h"
-#include "program.h"
 
 namespace aoquant::cpu {
 
@@ -183,31 +182,9 @@ std::tuple<Tensor, Tensor, Tensor> encode_int4(const Tensor& x, int64_t group) {
   return {codes, scale, zero};
 }
 
-std::vector<Tensor> run_here(const program::Program& found, const std::vector<Tensor>& arguments) {
-  return program::run(found, arguments, aoti_torch_device_type_cpu(),
-                      [](const program::Step&, const program::Slots&) { STD_TORCH_CHECK(false, "a CPU launches no kernels"); });
-}
-
-std::vector<Tensor> run_program(int64_t number, std::vector<Tensor> arguments) { return run_here(*program::find(number, arguments), arguments); }
-
-int64_t find_in_family(int64_t family, std::vector<Tensor> arguments) { return program::bound(family, arguments).second; }
-
-std::tuple<std::vector<Tensor>, int64_t> run_family(int64_t family, std::vector<Tensor> arguments) {
-  auto [found, number] = program::bound(family, arguments);
-  if (found == nullptr) return {std::vector<Tensor>(), number};
-  return {run_here(*found, arguments), number};
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
-  m.def("program_make(int[] words, str names, int arguments, Tensor[] constants) -> int");
-  m.def("program_forget(int program) -> ()");
-  m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
-  m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
-  m.def("family_forget(int family) -> ()");
-  m.def("family_find(int family, Tensor[] arguments) -> int");
-  m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
   m.def("level() -> int");
   m.def("decode_mm(Tensor x, Tensor codes, Tensor? scale, Tensor? zero, Tensor? alpha_x, Tensor? alpha_w, Tensor? bias, int kind, int group) -> Tensor");
   m.def("integer_mm(Tensor x, Tensor codes, Tensor? alpha_x, Tensor? alpha_w, Tensor? bias, bool to_bfloat16) -> Tensor");
@@ -217,13 +194,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CompositeExplicitAutograd, m) {
   m.impl("level", TORCH_BOX(&level));
-  m.impl("program_make", TORCH_BOX(&program::make));
-  m.impl("program_forget", TORCH_BOX(&program::forget));
-  m.impl("program_run", TORCH_BOX(&run_program));
-  m.impl("family_bind", TORCH_BOX(&program::bind));
-  m.impl("family_forget", TORCH_BOX(&program::forget_family));
-  m.impl("family_find", TORCH_BOX(&find_in_family));
-  m.impl("family_run", TORCH_BOX(&run_family));
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CPU, m) {
   m.impl("decode_mm", TORCH_BOX(&decode_mm));

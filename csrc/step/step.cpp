@@ -5,10 +5,8 @@
 // the ops by themselves, and aoquant/ops/define.py says which program a call of one is. What is not ordinary, or not
 // known, goes back to Python. torch's stable ABI knows no autograd, so this library serves the torch alone that it was
 // built with.
-#include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -16,19 +14,14 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <exception>
-#include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
-#include <unordered_map>
-#include <utility>
-#include <vector>
+
+#include "program.h"
 
 // native_step.py looks for this text, before it loads the library.
 extern "C" __attribute__((used, visibility("default"))) const char aoquant_step_torch[] = "aoquant step for torch " AOQUANT_TORCH;
@@ -36,54 +29,19 @@ extern "C" __attribute__((used, visibility("default"))) const char aoquant_step_
 namespace aoquant::step {
 namespace {
 
-using at::Tensor;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-using Tensors = std::vector<Tensor>;
-
-// What a kind of forwards leaves for backward. number: Python's, of what runs backwards that are not ordinary. family: of
-// the backward's programs. saved: tensors that it reads, beside the gradient and the random state. asked: a bit
-// for each of x, w and bias, whether backward makes its gradient.
-struct Kind {
-  int64_t number, family, saved, asked;
-};
 
 constexpr int64_t INPUTS = 3;    // x, w and bias
 constexpr size_t ARGUMENTS = 3;  // of an op: tensors, numbers and words
 
-std::mutex mutex;
-std::unordered_map<int64_t, std::shared_ptr<const Kind>> kinds;  // by the number of a forward's program and its library
-std::unordered_map<std::string, int64_t> families;               // of an op's calls, by `call_of`
-std::unordered_map<int64_t, std::vector<bool>> missing;           // which results of an op's program are none, by `key`
-std::atomic<int64_t> paused = 0;                                  // blocks that choose kernels, in all threads
+std::unordered_map<std::string, int64_t> op_families;  // of an op's calls, by `call_of`
+std::atomic<int64_t> paused = 0;                       // blocks that choose kernels, in all threads
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
-
-// The operators of the library that has a device's programs.
-struct Library {
-  c10::TypedOperatorHandle<int64_t(int64_t, at::TensorList)> find;
-  c10::TypedOperatorHandle<Tensors(int64_t, at::TensorList)> run;
-  c10::TypedOperatorHandle<std::tuple<Tensors, int64_t>(int64_t, at::TensorList)> find_and_run;
-
-  explicit Library(const std::string& name)
-      : find(op<int64_t(int64_t, at::TensorList)>((name + "::family_find").c_str())),
-        run(op<Tensors(int64_t, at::TensorList)>((name + "::program_run").c_str())),
-        find_and_run(op<std::tuple<Tensors, int64_t>(int64_t, at::TensorList)>((name + "::family_run").c_str())) {}
-
-  static const Library& of(const Tensor& t) {
-    if (t.is_cuda()) {
-      static const Library cuda("aoquant_native");
-      return cuda;
-    }
-    static const Library cpu("aoquant_cpu");
-    return cpu;
-  }
-};
-
-int64_t key(int64_t program, bool cuda) { return 2 * program + cuda; }
 
 // Whether programs may read these tensors: nothing watches operators, chooses kernels or stands for a tensor.
 bool ordinary(const Tensors& tensors) {
@@ -149,8 +107,7 @@ struct QuantizedLinearBackward : Node {
     static const auto python = op<Tensors(int64_t, at::TensorList)>("aoquant_step::gradients");
     if (!at::GradMode::is_enabled() && ordinary(given)) {
       try {
-        auto [made, program] = Library::of(given[0]).find_and_run.call(kind->family, given);
-        if (program >= 0) return made;
+        if (const Bound found = bound(kind->family, given); found.program != nullptr) return run(*found.program, given);
       } catch (const std::exception&) {  // the backward's own error comes from its steps, one by one
       }
     }
@@ -164,21 +121,16 @@ struct QuantizedLinearBackward : Node {
 // forward reads.
 std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, const std::optional<Tensor>& random) {
   TORCH_CHECK(given.size() >= 2, "a forward has an input and a weight");
-  std::shared_ptr<const Kind> kind;
+  Bound found;
   Tensors made;
   try {
-    const Library& library = Library::of(given[0]);
-    const int64_t program = library.find.call(family, given);
-    {
-      std::lock_guard lock(mutex);
-      if (auto found = kinds.find(key(program, given[0].is_cuda())); program >= 0 && found != kinds.end()) kind = found->second;
-    }
-    if (kind == nullptr) return {Tensors(), -1};
-    at::NoGradGuard no_grad;
-    made = library.run.call(program, given);
+    found = bound(family, given);
+    if (found.kind == nullptr) return {Tensors(), -1};
+    made = run(*found.program, given);
   } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one; a hook's is the caller's
     return {Tensors(), -1};
   }
+  const std::shared_ptr<const Kind>& kind = found.kind;
   TORCH_CHECK(bias.has_value() || (kind->asked >> 2 & 1) == 0, "a forward has no bias to give a gradient");
   TORCH_CHECK(int64_t(made.size()) > kind->saved, "a forward makes ", made.size(), " tensors and saves ", kind->saved);
   auto node = make_node<QuantizedLinearBackward>();
@@ -195,11 +147,11 @@ std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::o
   return {std::move(made), kind->number};
 }
 
-// Lets forwards by this program of a device's library leave their backward to a node.
-void learn(int64_t program, bool cuda, int64_t number, int64_t family, int64_t saved, int64_t asked) {
+// Lets forwards by this program leave their backward to a node.
+void learn(int64_t program, int64_t number, int64_t family, int64_t saved, int64_t asked) {
   auto made = std::make_shared<const Kind>(Kind{number, family, saved, asked});
   std::lock_guard lock(mutex);
-  kinds.insert_or_assign(key(program, cuda), std::move(made));
+  known(program)->kind = std::move(made);
 }
 
 std::string call_of(const std::string& op, at::IntArrayRef numbers, const std::string& words) {
@@ -218,24 +170,22 @@ std::optional<Tensors> results_of(const std::string& op, const torch::jit::Stack
   {
     const std::string call = call_of(op, numbers.toIntVector(), arguments[2].toStringRef());
     std::lock_guard lock(mutex);
-    auto found = families.find(call);
-    if (found == families.end()) return std::nullopt;
+    auto found = op_families.find(call);
+    if (found == op_families.end()) return std::nullopt;
     family = found->second;
   }
+  Bound found;
   Tensors made;
-  int64_t program;
   try {
-    at::NoGradGuard no_grad;
-    std::tie(made, program) = Library::of(given[0]).find_and_run.call(family, given);
+    found = bound(family, given);
+    if (found.none == nullptr) return std::nullopt;
+    made = run(*found.program, given);
   } catch (const std::exception&) {  // the op's own error comes from its steps, one by one
     return std::nullopt;
   }
-  std::lock_guard lock(mutex);
-  auto none = missing.find(key(program, given[0].is_cuda()));
-  if (program < 0 || none == missing.end()) return std::nullopt;
-  Tensors whole(none->second.size());
+  Tensors whole(found.none->size());
   for (size_t i = 0, next = 0; i < whole.size(); ++i)
-    if (!none->second[i]) whole[i] = std::move(made.at(next++));
+    if (!(*found.none)[i]) whole[i] = std::move(made.at(next++));
   return whole;
 }
 
@@ -250,18 +200,29 @@ void repeated(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
 
 // Lets calls of an op with these numbers and words run the programs of `family`, of which `program` is one. none: which
 // of its results are missing.
-void learn_op(const std::string& op, at::IntArrayRef numbers, const std::string& words, int64_t family, int64_t program, bool cuda, const c10::List<bool>& none) {
+void learn_op(const std::string& op, at::IntArrayRef numbers, const std::string& words, int64_t family, int64_t program, const c10::List<bool>& none) {
+  auto made = std::make_shared<const std::vector<bool>>(none.begin(), none.end());
   std::lock_guard lock(mutex);
-  families.insert_or_assign(call_of(op, numbers, words), family);
-  missing.insert_or_assign(key(program, cuda), std::vector<bool>(none.begin(), none.end()));
+  known(program)->none = std::move(made);
+  op_families.insert_or_assign(call_of(op, numbers, words), family);
 }
 
-// Tells of blocks that choose kernels; 0: other kernels are there, and ops may choose among them anew.
-void pause(int64_t blocks) {
-  paused += blocks;
-  if (blocks != 0) return;
+// Other kernels are there: ops may choose among them anew.
+void forget_ops() {
   std::lock_guard lock(mutex);
-  families.clear();
+  op_families.clear();
+}
+
+// Blocks that choose kernels have begun, or, by a negative number, ended.
+void pause(int64_t blocks) { paused += blocks; }
+
+Tensors run_program(int64_t program, const Tensors& arguments) { return run(*find(program, arguments), arguments); }
+
+// The results of a call, and the number of its program; -1 where there is none.
+std::tuple<Tensors, int64_t> run_family(int64_t family, const Tensors& arguments) {
+  const Bound found = bound(family, arguments);
+  if (found.program == nullptr) return {Tensors(), -1};
+  return {run(*found.program, arguments), found.program->number};
 }
 
 void take_ops(torch::Library& m) {
@@ -271,16 +232,30 @@ void take_ops(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY(aoquant_step, m) {
+  m.def("program_make(int[] words, str names, int arguments, Tensor[] constants) -> int");
+  m.def("program_forget(int program) -> ()");
+  m.def("program_run(int program, Tensor[] arguments) -> Tensor[]");
+  m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
+  m.def("family_forget(int family) -> ()");
+  m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
   m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int)");
-  m.def("learn(int program, bool cuda, int number, int family, int saved, int asked) -> ()");
-  m.def("learn_op(str op, int[] numbers, str words, int family, int program, bool cuda, bool[] none) -> ()");
+  m.def("learn(int program, int number, int family, int saved, int asked) -> ()");
+  m.def("learn_op(str op, int[] numbers, str words, int family, int program, bool[] none) -> ()");
+  m.def("forget_ops() -> ()");
   m.def("pause(int blocks) -> ()");
   m.def("gradients(int number, Tensor[] given) -> Tensor[]");  // Python's
 }
 TORCH_LIBRARY_IMPL(aoquant_step, CompositeImplicitAutograd, m) {
+  m.impl("program_make", &make);
+  m.impl("program_forget", &forget);
+  m.impl("program_run", &run_program);
+  m.impl("family_bind", &bind);
+  m.impl("family_forget", &forget_family);
+  m.impl("family_run", &run_family);
   m.impl("forward", &forward);
   m.impl("learn", &learn);
   m.impl("learn_op", &learn_op);
+  m.impl("forget_ops", &forget_ops);
   m.impl("pause", &pause);
 }
 TORCH_LIBRARY_IMPL(aoquant, CUDA, m) { take_ops(m); }

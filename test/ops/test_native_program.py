@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.cpu_library import with_library
+from support.cpu_library import with_step_library
 
-from aoquant.ops import native_cpu, native_program
+from aoquant.ops import native_program, native_step
 from aoquant.ops.native_program import Boxes, Kernel
 
 # what Triton 3.6 says of a map of bfloat16
@@ -19,7 +19,7 @@ MAP = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 128, 64]
 
 @pytest.fixture
 def library() -> Iterator[Any]:
-    yield from with_library()
+    yield from with_step_library()
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def library() -> Iterator[Any]:
 def test_the_library_refuses_a_map_of_other_dimensions(sizes: Any, strides: Any, box: Any, library: Any) -> None:
     words = native_program.launch(Kernel(1 << 40, [1, 1, 1], 32, 0, [Boxes(9, 3, sizes, strides, box)]), [0])
     with pytest.raises(RuntimeError, match=r"a program.s word|a program maps a tensor"):
-        native_cpu.operator("program_make")([1, 0, 1, *map(int, words), 0], "", 1, [])
+        native_step.operator("program_make")([1, 0, 1, *map(int, words), 0], "", 1, [])
 
 
 def test_a_descriptor_in_words_is_what_tritons_launcher_makes_of_it() -> None:

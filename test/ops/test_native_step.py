@@ -52,7 +52,7 @@ def test_a_forward_without_a_weight_is_an_error() -> None:
 
 
 def test_a_backward_that_python_does_not_know_is_an_error() -> None:
-    assert replay._step_library()
+    replay._implement()
     with pytest.raises(KeyError):
         operator("gradients")(1 << 40, pair())
 
@@ -149,15 +149,15 @@ def test_a_backward_reads_what_the_environment_forces(model: nn.Module, monkeypa
 
 def test_a_program_that_fails_is_left_to_python() -> None:
     """An error of the forward's own, by a program that reads a tensor before any is there."""
-    cpu, given = torch.ops.aoquant_cpu, pair()
-    program = cpu.program_make([4, 0, 1, 4, 1, 2, 1, 3], "", 2, [])
-    cpu.family_bind(1 << 41, program, given)
-    operator("learn")(program, False, 1 << 41, 1 << 41, 0, 1)
+    given = pair()
+    program = operator("program_make")([4, 0, 1, 4, 1, 2, 1, 3], "", 2, [])
+    operator("family_bind")(1 << 41, program, given)
+    operator("learn")(program, 1 << 41, 1 << 41, 0, 1)
     with pytest.raises(RuntimeError, match="not there"):
-        cpu.program_run(program, given)
+        operator("program_run")(program, given)
     assert operator("forward")(1 << 41, given, None, None) == ([], -1)
-    cpu.family_forget(1 << 41)
-    cpu.program_forget(program)
+    operator("family_forget")(1 << 41)
+    operator("program_forget")(program)
 
 
 def test_threads_that_learn_at_once_give_the_library_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_threads_that_learn_at_once_give_the_library_one_implementation(monkeypa
     monkeypatch.setattr(replay, "_implementation", [])
     monkeypatch.setattr(torch.library, "Library", Slow)
     with ThreadPoolExecutor(4) as pool:
-        ready = list(pool.map(lambda _: replay._step_library() and made[0].ready, range(4)))
+        ready = list(pool.map(lambda _: replay._implement() or made[0].ready, range(4)))
     assert ready == [True] * 4 and len(made) == 1
 
 
@@ -270,6 +270,6 @@ def test_an_op_whose_program_fails_is_left_to_python(monkeypatch: pytest.MonkeyP
     (family,) = compiled.repeats["matmul"]._families.values()
     (kind,) = compiled.repeats["matmul"].kinds.values()
     assert "matmul" not in every
-    torch.ops.aoquant_cpu.program_forget(kind.program.native.number)
-    torch.ops.aoquant_cpu.family_forget(family.number)
+    operator("program_forget")(kind.program.native)
+    operator("family_forget")(family.number)
     assert "matmul" in compiled.asked()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bytes
-from support.cpu_library import with_library
+from support.cpu_library import with_step_library
 from torch import Tensor
 
-from aoquant.ops import native_cpu, program, repeat
+from aoquant.ops import native_step, program, repeat
 from aoquant.ops.repeat import Repeats
 
 
@@ -21,12 +21,12 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Repeat calls on CPUs, too, with and without csrc's library."""
     monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
     if request.param == "python":
-        monkeypatch.setattr(native_cpu, "why_not", lambda: "not asked for")
+        monkeypatch.setattr(native_step, "why_not", lambda: "not asked for")
     with torch.no_grad():
         if request.param == "python":
             yield request.param
         else:
-            for _ in with_library():
+            for _ in with_step_library():
                 yield request.param
 
 
@@ -139,22 +139,17 @@ def test_programs_go_with_what_repeats_them() -> None:
         call(*pair())
     (family,) = call.repeats._families.values()
     (kind,) = call.repeats.kinds.values()
-    number, run, find, native = family.number, family.run, torch.ops.aoquant_cpu.family_find, kind.program.native
-    assert run(number, pair())[1] == native.number
+    number, run, native = family.number, family.run, kind.program.native
+    assert run(number, pair())[1] == native
     assert run(number + 1000, pair())[1] == run(number, [])[1] == run(number, pair()[:1])[1] == -1
-    assert [find(*given) for given in ((number, pair()), (number + 1000, pair()), (number, []))] == [
-        native.number,
-        -1,
-        -1,
-    ]
-    for tensors, program_number in ((pair()[:1], native.number), ([], native.number), (pair(), native.number + 1000)):
+    for tensors, program_number in ((pair()[:1], native), ([], native), (pair(), native + 1000)):
         with pytest.raises(RuntimeError, match="program"):
             family._bind(number, program_number, tensors)
     del call, family, kind
     gc.collect()
-    assert run(number, pair()) == ([], -1) and find(number, pair()) == -1
-    with pytest.raises(RuntimeError, match=f"no program {native.number}"):
-        native.run(pair())
+    assert run(number, pair()) == ([], -1)
+    with pytest.raises(RuntimeError, match=f"no program {native}"):
+        native_step.operator("program_run")(native, pair())
 
 
 def test_a_call_inside_a_recording_is_not_recorded_by_itself() -> None:

@@ -18,7 +18,7 @@ import builder
 def schemas() -> dict[str, Any]:
     """Operator -> its schema."""
     found = {}
-    for source in (s for s in builder.sources() if s.stem != "program"):  # it has no kernels
+    for source in builder.sources():
         for literals in re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', source.read_text()):
             text = "".join(re.findall(r'"([^"]*)"', literals))
             found[text.split("(")[0]] = torch._C.parse_schema(f"aoquant_native::{text}")
