@@ -22,7 +22,7 @@ while a CUDA graph is captured, whose memory lives by other rules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,13 @@ _CHANGED = (
 
 
 class InputCodes:
-    """One encoding of an input: weak references to its tensors, the values of its single scales, and the layers that
-    have it, each by the identity of its weight.
+    """One encoding of an input, and the layers that have it, each by the identity of its weight.
+
+    find: returns its four tensors, or None where one of them is gone. It has weak references to them, and the values of
+        its single scales; csrc's step library has them of a call that it ran.
     """
 
-    parts: tuple[Any, ...] = ()
+    find: Callable[[], Sequence[Tensor | None] | None] | None = None
     k = 0
     layers: frozenset[int] = frozenset()
     held: Encoded | None = None
@@ -56,17 +58,10 @@ class InputCodes:
         """The codes, for one more layer; None when no layer made them, autograd does not keep them, or this layer has
         had them.
         """
-        if not self.parts or layer in self.layers:
+        if self.find is None or layer in self.layers or (found := self.find()) is None:
             return None
-        found: list[Any] = []
-        for part in self.parts:
-            t = part() if type(part) is TensorWeakRef else part
-            if t is None and part is not None:
-                return None
-            found.append(t)
         self.layers |= {layer}
-        codes, scale, zero, outer = found
-        return Encoded(codes, scale, zero, outer, self.k)
+        return Encoded(*found, self.k)  # type: ignore[call-arg, arg-type]
 
     def leave(self, encoded: Any, layer: int, kept: bool) -> None:
         """Leave the codes that `layer` made.
@@ -78,10 +73,18 @@ class InputCodes:
             if _latest is not None and (last := _latest()) is not None:
                 last.held = None
             self.held, _latest = encoded, weakref.ref(self)
-        parts: list[Any] = [TensorWeakRef(encoded.codes)]
-        for t in encoded[1:4]:
-            parts.append(t if t is None or t.numel() == 1 else TensorWeakRef(t))
-        self.parts, self.k, self.layers = tuple(parts), encoded.k, frozenset((layer,))
+        rest = [t if t is None or t.numel() == 1 else TensorWeakRef(t) for t in encoded[1:4]]
+        self.found_by(partial(_alive, [TensorWeakRef(encoded.codes), *rest]), encoded.k, layer)
+
+    def found_by(self, find: Callable[[], Sequence[Tensor | None] | None], k: int, layer: int) -> None:
+        """Let other layers find the codes that `layer` made. k: of `Encoded`."""
+        self.find, self.k, self.layers = find, k, frozenset((layer,))
+
+
+def _alive(parts: Sequence[Any]) -> Sequence[Tensor | None] | None:
+    """Return the tensors that `parts` are or refer to; None where one is gone."""
+    found = [part() if type(part) is TensorWeakRef else part for part in parts]
+    return None if any(t is None and part is not None for t, part in zip(found, parts, strict=True)) else found
 
 
 class _Input:

@@ -352,7 +352,7 @@ def multiply(
     values = columns = None
     if x_as is not None:
         rows, layer = given.rows, given.layer
-        found = None if rows is None or not rows.parts or layer in rows.layers else rows.take(layer)
+        found = None if rows is None or rows.find is None or layer in rows.layers else rows.take(layer)
         if found is not None:
             x_q = found
         else:
@@ -413,7 +413,7 @@ def multiply(
 
 def _has_columns(given: Given) -> bool:
     """Return whether a layer before this one may have left a column side of the input."""
-    return given.columns is not None and bool(given.columns.parts) and given.layer not in given.columns.layers
+    return given.columns is not None and given.columns.find is not None and given.layer not in given.columns.layers
 
 
 def _columns_of(

@@ -40,7 +40,7 @@ class _Shared:
     def __init__(self, found: Encoded | None, codes: InputCodes | None = None) -> None:
         self.found, self._codes = found, codes
         self.left: tuple[Encoded, bool] | None = None  # codes, and whether autograd keeps them
-        self.parts, self.layers = () if found is None else (found,), ()
+        self.find, self.layers = None if found is None else lambda: found, ()
 
     def take(self, layer: int) -> Encoded | None:
         """Return the codes that were found."""
@@ -73,7 +73,7 @@ class _Known(NamedTuple):
     """Hold what Python reads of a call that the step library ran.
 
     left: (K, whether autograd keeps them, which of its four tensors there are) of the codes of rows and of columns that
-        are left for other layers; None where none are.
+        are left for other layers; None where none are. The library finds what autograd keeps.
     saved: which tensors that backward reads there are. random: whether it draws. gradients: runs an unusual backward.
     """
 
@@ -120,11 +120,11 @@ def step(
             except Exception:  # the call's own error comes from its steps, one by one
                 made = None
             return (made[0] if made else None), rows, columns
-        made, number = native_step.operator("forward")(family.number, given, bias, random)
+        made, number, call = native_step.operator("forward")(family.number, given, bias, random)
         if number >= 0:
-            left_by_call = _known[number].left
-            if left_by_call is not None:
-                _leave((rows, columns), left_by_call, iter(made[1:]), layer)
+            left = _known[number].left
+            if left is not None:
+                _leave((rows, columns), left, call, iter(made[1:]), layer)
             return made[0], rows, columns
     return None, rows and _Shared(of_rows, rows), columns and _Shared(of_columns, columns)
 
@@ -150,13 +150,25 @@ def _shape(codes: Encoded | None) -> Any:
     return codes and (codes.k, *[t is None for t in codes[1:4]])
 
 
-def _leave(shared: Any, lefts: Any, tensors: Iterator[Tensor], layer: int) -> None:
-    """Leave the codes that a call made to other layers."""
+def _leave(shared: Any, lefts: Any, call: int, tensors: Iterator[Tensor], layer: int) -> None:
+    """Leave the codes that a call made to other layers. tensors: of those that autograd does not keep."""
+    first = 0
     for codes, left in zip(shared, lefts, strict=True):
         if left is not None:
             k, kept, parts = left
-            four: list[Any] = [next(tensors) if there else None for there in parts]
-            codes.leave(Encoded(*four, k), layer, kept)  # type: ignore[call-arg]
+            if kept:
+                codes.found_by(partial(_found, call, first, parts), k, layer)
+                first += sum(parts)
+            else:
+                four: list[Any] = [next(tensors) if there else None for there in parts]
+                codes.leave(Encoded(*four, k), layer, False)  # type: ignore[call-arg]
+
+
+def _found(call: int, first: int, parts: Sequence[bool]) -> list[Tensor | None] | None:
+    """Return the tensors that a call shares, from the first on; None where one is gone."""
+    shared = native_step.operator("shared")(call)
+    tensors = iter(shared[first:])
+    return [next(tensors) if there else None for there in parts] if shared else None
 
 
 def learn(kind: repeat.Kind, random: bool, needs: Any, gradients: Any) -> None:
@@ -186,10 +198,14 @@ def _tell(kind: repeat.Kind, random: bool, needs: Any, gradients: Gradients, bac
         there = [not none for none in program.none]
     saved, parts = there[1 : 1 + note.saved], iter(there[1 + note.saved :])
     lefts = tuple([None if left is None else (*left, [next(parts) for _ in range(4)]) for left in note.left])
-    number = next(_numbers)
+    number, results, shared = next(_numbers), count(1 + sum(saved)), list[int]()
+    for left in lefts:
+        if left is not None:
+            of_side = [next(results) for there in left[2] if there]
+            shared += of_side if left[1] else ()
     _known[number] = _Known(lefts if any(lefts) else None, saved, random, gradients)
     asked = sum(1 << i for i, need in enumerate(needs) if need)
-    native_step.operator("learn")(program.native, number, backward.number, sum(saved), asked)
+    native_step.operator("learn")(program.native, number, backward.number, sum(saved), shared, asked)
 
 
 def _gradients(number: int, given: Sequence[Tensor]) -> list[Tensor]:

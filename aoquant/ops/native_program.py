@@ -1,7 +1,7 @@
 """Write a recorded program in the words that `csrc/step/program.h` reads, which then runs it without Python.
 
     step       MAKE result dtype [sizes] [strides]               an empty tensor of the arguments' device
-               VIEW result slot offset [sizes] [strides]         of memory that the program made
+               VIEW result slot dtype offset [sizes] [strides]   of a tensor's memory, in elements of as many bytes
                OPERATOR name overload [results] arguments        arguments: their count, then kind [words] of each
                LAUNCH address grid threads shared parameters     parameters: their count, then each
                DROP [slots]
@@ -111,9 +111,12 @@ def make(t: Tensor, device: torch.device, result: int) -> Words | None:
 
 
 def view(t: Tensor, of: Tensor, slot: int, result: int) -> Words | None:
-    """Return the words that make the view `t` of `of`, which has its dtype."""
+    """Return the words that make the view `t` of `of`."""
     offset = t.storage_offset() - of.storage_offset()
-    return None if offset < 0 else [VIEW, Slot(result), Slot(slot), offset, *_list(t.shape), *_list(t.stride())]
+    alike = t.layout is of.layout is torch.strided and t.itemsize == of.itemsize and t.is_neg() is of.is_neg()
+    if offset < 0 or t.dtype not in _TYPES or not alike:
+        return None
+    return [VIEW, Slot(result), Slot(slot), _TYPES[t.dtype], offset, *_list(t.shape), *_list(t.stride())]
 
 
 def named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -198,7 +198,6 @@ class Recorder(TorchDispatchMode):
         self._same: dict[int, int] = {}  # a view -> the slot whose first byte is its first byte
         self._steps: list[Step] = []
         self._held: list[Tensor] = []  # so that an id is one tensor's
-        self._as_operator: dict[int, list[Any] | None] = {}  # the other words for a view
         self._device = next((t.device for t in arguments if t is not None), torch.device("cpu"))
         self._made: set[int] = set()
         self._own: set[int] = set()  # storages of what was made
@@ -249,9 +248,6 @@ class Recorder(TorchDispatchMode):
             if last:
                 steps.append(Step(None, last, -1, native.drop(last)))
             needed.update(step.places)
-            if step.result in found and step.result in self._as_operator:
-                # a view that is handed out shares the version of what it views, which only its operator sees to
-                step = step._replace(words=self._as_operator[step.result])
             steps.append(step)
         slots = [None if slot in self._made else t for slot, t in enumerate(self._tensors)]
         return Program(steps[::-1], slots, found, self._count)
@@ -325,11 +321,8 @@ class Recorder(TorchDispatchMode):
                 self._result(itemgetter(i), [of_all], t, [])
             return
         slot = len(self._tensors)
-        if owned and made.dtype is first.dtype:
-            self._as_operator[slot] = words([slot])
-            self._result(function, places, made, native.view(made, first, self._slots[id(first)], slot))
-        else:
-            self._result(function, places, made, words([slot]))
+        view = native.view(made, first, self._slots[id(first)], slot) if shares else None
+        self._result(function, places, made, words([slot]) if view is None else view)
         if shares and made.data_ptr() == first.data_ptr():
             before = self._slots[id(first)]
             self._same[slot] = self._same.get(before, before)

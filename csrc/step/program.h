@@ -34,7 +34,8 @@ using Tensors = std::vector<Tensor>;
 enum StepKind : int64_t { MAKE, VIEW, OPERATOR, LAUNCH, DROP };
 enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, INTEGERS };
 
-constexpr size_t USUAL = 32;  // tensors of a program, which need no memory of their own
+constexpr size_t USUAL = 32;             // tensors of a program, which need no memory of their own
+constexpr int64_t LARGEST = 1LL << 44;  // elements
 
 // An argument of an operator: a value, or the tensors of slots.
 struct Value {
@@ -50,17 +51,20 @@ struct Step {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;  // of a view, behind the first element of what it views
   int64_t extent = 0;  // of a view: elements from its first to behind its last
-  at::ScalarType type = at::ScalarType::Undefined;
+  at::ScalarType type = at::ScalarType::Undefined;  // of what is made, or of a view
   std::optional<c10::OperatorHandle> op;
   std::vector<Value> values;
   Kernel kernel;
 };
 
 // What a kind of forwards leaves for backward. number: Python's, of what runs backwards that are not ordinary. family: of
-// the backward's programs. saved: tensors that it reads, beside the gradient and the random state. asked: a bit
-// for each of x, w and bias, whether backward makes its gradient.
+// the backward's programs. saved: tensors that it reads, beside the gradient and the random state. shared: which results
+// other layers may take while autograd keeps them. asked: a bit for each of x, w and bias, whether backward makes its
+// gradient.
 struct Kind {
-  int64_t number, family, saved, asked;
+  int64_t number, family, saved;
+  std::vector<int64_t> shared;
+  int64_t asked;
 };
 
 struct Program {
@@ -160,7 +164,7 @@ inline void read_layout(Reader& read, Step& step) {
   step.extent = 1;
   for (size_t i = 0; i < step.sizes.size(); ++i) {
     int64_t reach;
-    TORCH_CHECK(!__builtin_mul_overflow(step.sizes[i] - 1, step.strides[i], &reach) && !__builtin_add_overflow(step.extent, reach, &step.extent),
+    TORCH_CHECK(!__builtin_mul_overflow(step.sizes[i] - 1, step.strides[i], &reach) && reach < LARGEST && (step.extent += reach) <= LARGEST,
                 "a program's tensor has no end");
   }
   if (std::find(step.sizes.begin(), step.sizes.end(), 0) != step.sizes.end()) step.extent = 0;
@@ -177,6 +181,7 @@ inline Step read_step(Reader& read, int64_t slots) {
       break;
     case VIEW:
       step.results = {slot()}, step.slots = {slot()};
+      step.type = at::ScalarType(read.word(0, int64_t(at::ScalarType::NumOptions) - 1));
       step.offset = read.word(0, std::numeric_limits<int32_t>::max());
       read_layout(read, step);
       break;
@@ -229,11 +234,14 @@ inline Tensor made_of(const Step& step, c10::Device device) {
   return at::detail::empty_strided_generic(step.sizes, step.strides, c10::GetAllocator(device.type()), keys, step.type);
 }
 
+// A view for kernels and for whoever counts writes, and none to autograd.
 inline Tensor view_of(const Step& step, const Tensor& base) {
-  const int64_t begin = base.storage_offset() + step.offset;
-  TORCH_CHECK((begin + step.extent) * int64_t(base.itemsize()) <= int64_t(base.storage().nbytes()), "a program's view ends behind the memory that it views");
-  Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
+  const int64_t begin = base.storage_offset() + step.offset, bytes = int64_t(base.itemsize());
+  TORCH_CHECK(c10::elementSize(step.type) == size_t(bytes), "a program's view has elements of another size");
+  TORCH_CHECK((begin + step.extent) * bytes <= int64_t(base.storage().nbytes()), "a program's view ends behind the memory that it views");
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), c10::scalarTypeToTypeMeta(step.type));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(step.sizes, step.strides, begin);
+  made.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
   return made;
 }
 
@@ -371,9 +379,9 @@ inline Layout layout(const Tensors& tensors) {
 // Calls of `family` whose tensors lie as these do run `number` from now on.
 inline void bind(int64_t family, int64_t number, const Tensors& arguments) {
   Layout wanted = layout(arguments);
-  std::shared_ptr<Program> program = find(number, arguments);
+  std::shared_ptr<Program> program = find(number, arguments);  // and, in the end, the one that was there before
   std::lock_guard lock(mutex);
-  if (!wanted.empty()) families[family].insert_or_assign(std::move(wanted), std::move(program));
+  if (!wanted.empty()) std::swap(families[family][std::move(wanted)], program);
 }
 
 inline void forget_family(int64_t family) {

@@ -38,6 +38,18 @@ constexpr size_t ARGUMENTS = 3;  // of an op: tensors, numbers and words
 std::unordered_map<std::string, int64_t> op_families;  // of an op's calls, by `call_of`
 std::atomic<int64_t> paused = 0;                       // blocks that choose kernels, in all threads
 
+// What a call shares with other layers while its node keeps it: one number is held, more are not.
+struct Shared {
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+  Tensor single;
+
+  explicit Shared(const Tensor& t) : tensor(t.getIntrusivePtr()) {
+    if (t.numel() == 1) single = t;
+  }
+};
+
+auto& shared = *new std::unordered_map<int64_t, std::vector<Shared>>;  // by the call; never freed: a node may end later
+
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -70,7 +82,10 @@ struct QuantizedLinearBackward : Node {
   std::shared_ptr<const Kind> kind;
   std::vector<torch::autograd::SavedVariable> saved;
   Tensor random;  // not saved: the calls of a step advance one state, in place
+  int64_t call = 0;  // of what it shares
   bool released = false;
+
+  ~QuantizedLinearBackward() override { share_no_more(); }
 
   std::string name() const override { return "QuantizedLinearBackward"; }
 
@@ -81,6 +96,7 @@ struct QuantizedLinearBackward : Node {
   void release_variables() override {
     std::lock_guard lock(mutex_);
     for (auto& variable : saved) variable.reset_data();
+    share_no_more();
     released = true;
   }
 
@@ -103,6 +119,13 @@ struct QuantizedLinearBackward : Node {
   }
 
  private:
+  void share_no_more() {
+    if (call == 0) return;
+    std::remove_reference_t<decltype(shared)>::node_type last;  // freed behind the lock
+    std::lock_guard lock(aoquant::step::mutex);
+    last = shared.extract(std::exchange(call, 0));
+  }
+
   Tensors gradients_of(const Tensors& given) const {
     static const auto python = op<Tensors(int64_t, at::TensorList)>("aoquant_step::gradients");
     if (!at::GradMode::is_enabled() && ordinary(given)) {
@@ -116,19 +139,19 @@ struct QuantizedLinearBackward : Node {
   }
 };
 
-// Results of a forward of `family` that autograd does not keep, y first, with y's node, and Python's number of its kind;
-// nothing and -1 where the call is not known, or its program fails. given: x, w, bias where there is one, and what else
-// forward reads.
-std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, const std::optional<Tensor>& random) {
+// Results of a forward of `family` that autograd does not keep, y first, with y's node, Python's number of its kind, and
+// the number of the call if it shares tensors, else 0; nothing and -1 where the call is not known, or its program fails.
+// given: x, w, bias where there is one, and what else forward reads.
+std::tuple<Tensors, int64_t, int64_t> forward(int64_t family, Tensors given, const std::optional<Tensor>& bias, const std::optional<Tensor>& random) {
   TORCH_CHECK(given.size() >= 2, "a forward has an input and a weight");
   Bound found;
   Tensors made;
   try {
     found = bound(family, given);
-    if (found.kind == nullptr) return {Tensors(), -1};
+    if (found.kind == nullptr) return {Tensors(), -1, 0};
     made = run(*found.program, given);
   } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one; a hook's is the caller's
-    return {Tensors(), -1};
+    return {Tensors(), -1, 0};
   }
   const std::shared_ptr<const Kind>& kind = found.kind;
   TORCH_CHECK(bias.has_value() || (kind->asked >> 2 & 1) == 0, "a forward has no bias to give a gradient");
@@ -143,15 +166,39 @@ std::tuple<Tensors, int64_t> forward(int64_t family, Tensors given, const std::o
   for (int64_t i = 0; i < kind->saved; ++i) node->saved.emplace_back(made[1 + i], false);
   if (random) node->random = *random;
   torch::autograd::set_history(made[0], node);
-  made.erase(made.begin() + 1, made.begin() + 1 + kind->saved);
-  return {std::move(made), kind->number};
+  if (!kind->shared.empty()) {
+    static int64_t last = 0;
+    std::vector<Shared> left;
+    for (int64_t i : kind->shared) left.emplace_back(made.at(i));
+    std::lock_guard lock(aoquant::step::mutex);
+    node->call = ++last;
+    shared.emplace(last, std::move(left));
+  }
+  Tensors rest;
+  for (int64_t i = 0; i < int64_t(made.size()); ++i)
+    if (i == 0 || (i > kind->saved && std::find(kind->shared.begin(), kind->shared.end(), i) == kind->shared.end())) rest.push_back(std::move(made[i]));
+  return {std::move(rest), kind->number, node->call};
 }
 
 // Lets forwards by this program leave their backward to a node.
-void learn(int64_t program, int64_t number, int64_t family, int64_t saved, int64_t asked) {
-  auto made = std::make_shared<const Kind>(Kind{number, family, saved, asked});
+void learn(int64_t program, int64_t number, int64_t family, int64_t saved, at::IntArrayRef shared, int64_t asked) {
+  auto made = std::make_shared<const Kind>(Kind{number, family, saved, shared.vec(), asked});
   std::lock_guard lock(mutex);
   known(program)->kind = std::move(made);
+}
+
+// What a call shares; nothing where a tensor of it is gone.
+Tensors shared_by(int64_t call) {
+  Tensors found;
+  std::lock_guard lock(mutex);
+  auto left = shared.find(call);
+  if (left == shared.end()) return found;
+  for (const Shared& one : left->second) {
+    auto alive = one.tensor.lock();
+    if (alive == nullptr) return {};
+    found.emplace_back(std::move(alive));
+  }
+  return found;
 }
 
 std::string call_of(const std::string& op, at::IntArrayRef numbers, const std::string& words) {
@@ -238,8 +285,9 @@ TORCH_LIBRARY(aoquant_step, m) {
   m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
   m.def("family_forget(int family) -> ()");
   m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
-  m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int)");
-  m.def("learn(int program, int number, int family, int saved, int asked) -> ()");
+  m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int, int)");
+  m.def("learn(int program, int number, int family, int saved, int[] shared, int asked) -> ()");
+  m.def("shared(int call) -> Tensor[]");
   m.def("learn_op(str op, int[] numbers, str words, int family, int program, bool[] none) -> ()");
   m.def("forget_ops() -> ()");
   m.def("pause(int blocks) -> ()");
@@ -254,6 +302,7 @@ TORCH_LIBRARY_IMPL(aoquant_step, CompositeImplicitAutograd, m) {
   m.impl("family_run", &run_family);
   m.impl("forward", &forward);
   m.impl("learn", &learn);
+  m.impl("shared", &shared_by);
   m.impl("learn_op", &learn_op);
   m.impl("forget_ops", &forget_ops);
   m.impl("pause", &pause);

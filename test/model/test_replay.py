@@ -90,11 +90,11 @@ def plain(layer: nn.Module, h: Tensor) -> Tensor:
 
 
 def step(layers: Layers, x: Tensor, call: Call = plain, grad: Callable[[Tensor], Tensor] = wave) -> list[Tensor | None]:
-    """Return the outputs and all gradients of layers that share one input."""
+    """Return the outputs and all gradients of layers that share one input. As activations do, change outputs in place."""
     layers.zero_grad()
     x = x.detach().requires_grad_()
     h = x * 1
-    ys = [call(layer, h) for layer in layers]
+    ys = [call(layer, h).mul_(1) for layer in layers]
     torch.autograd.backward(ys, [grad(y.detach()) for y in ys])
     return [*(y.detach() for y in ys), x.grad, *(p.grad for p in layers.parameters())]
 

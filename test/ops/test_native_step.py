@@ -42,7 +42,7 @@ def pair() -> list[Tensor]:
 
 
 def test_a_call_that_is_not_known_is_left_to_python() -> None:
-    assert operator("forward")(1 << 40, pair(), None, None) == ([], -1)
+    assert operator("forward")(1 << 40, pair(), None, None) == ([], -1, 0)
 
 
 def test_a_forward_without_a_weight_is_an_error() -> None:
@@ -152,10 +152,10 @@ def test_a_program_that_fails_is_left_to_python() -> None:
     given = pair()
     program = operator("program_make")([4, 0, 1, 4, 1, 2, 1, 3], "", 2, [])
     operator("family_bind")(1 << 41, program, given)
-    operator("learn")(program, 1 << 41, 1 << 41, 0, 1)
+    operator("learn")(program, 1 << 41, 1 << 41, 0, [], 1)
     with pytest.raises(RuntimeError, match="not there"):
         operator("program_run")(program, given)
-    assert operator("forward")(1 << 41, given, None, None) == ([], -1)
+    assert operator("forward")(1 << 41, given, None, None) == ([], -1, 0)
     operator("family_forget")(1 << 41)
     operator("program_forget")(program)
 
