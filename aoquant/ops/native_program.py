@@ -28,20 +28,23 @@ from torch import Tensor
 from . import native_step
 
 MAKE, VIEW, OPERATOR, LAUNCH, DROP = range(5)
-NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, INTEGERS = range(7)
+NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, INTEGERS, DEVICE = range(8)
 BITS, ADDRESS, BOXES = range(3)
 _KINDS = {
     "Tensor": TENSOR, "List[Tensor]": TENSORS, "int": INTEGER, "SymInt": INTEGER, "float": NUMBER, "bool": BOOLEAN,
-    "ScalarType": INTEGER, "List[int]": INTEGERS, "List[SymInt]": INTEGERS, "MemoryFormat": INTEGER,
+    "ScalarType": INTEGER, "List[int]": INTEGERS, "List[SymInt]": INTEGERS, "MemoryFormat": INTEGER, "Layout": INTEGER,
+    "Device": DEVICE,
 }  # fmt: skip
+_OF_A_NUMBER = {int: INTEGER, float: NUMBER, bool: BOOLEAN}
 # numbers of c10::ScalarType
 _TYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
     torch.float64: 7, torch.bool: 11, torch.bfloat16: 15, torch.float8_e5m2: 23, torch.float8_e4m3fn: 24,
     torch.float8_e8m0fnu: 44,
 }  # fmt: skip
-# numbers of c10::MemoryFormat
-_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}
+# what else is told by a number: of c10::MemoryFormat, c10::Layout and c10::DeviceType
+_NUMBERS: dict[Any, int] = {**_TYPES, torch.contiguous_format: 0, torch.preserve_format: 1, torch.strided: 0}
+_DEVICES = {"cpu": 0, "cuda": 1}
 # what Triton says of a map; its numbers of types are the device's, of which the driver has three elsewhere
 _MAPS = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 _OF_THE_DRIVER = {8: 10, 9: 8, 10: 9}
@@ -133,13 +136,14 @@ def operator(func: Any, given: dict[str, Any], slot: Callable[[Tensor], int], re
     schema = func._schema
     name, overload = Name(schema.name), Name(schema.overload_name)
     written: Words = [OPERATOR, name, overload, *_list([Slot(s) for s in results]), len(schema.arguments)]
-    if any(str(r.real_type) != "Tensor" for r in schema.returns):
+    if {str(r.real_type) for r in schema.returns} not in ({"Tensor"}, {"List[Tensor]"}, set()):
         return None
     for a in schema.arguments:
         kind = str(a.real_type)
         if kind.startswith("Optional["):
             kind = kind.removeprefix("Optional[").removesuffix("]")
-        words = _value(_KINDS.get(kind), given.get(a.name, a.default_value), slot)
+        value = given.get(a.name, a.default_value)
+        words = _value(_OF_A_NUMBER.get(type(value)) if kind == "number" else _KINDS.get(kind), value, slot)
         if words is None:
             return None
         written += words
@@ -216,9 +220,11 @@ def _value(kind: int | None, value: Any, slot: Callable[[Tensor], int]) -> Words
         return [kind, 1, Slot(slot(value))] if isinstance(value, Tensor) else None
     if kind == TENSORS:
         return [kind, *_list([Slot(slot(t)) for t in value])]
-    if isinstance(value, (torch.dtype, torch.memory_format)):
-        number = {**_TYPES, **_FORMATS}.get(value)
-        return None if number is None else [INTEGER, 1, number]
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return [INTEGER, 1, _NUMBERS[value]] if value in _NUMBERS else None
+    if kind == DEVICE:
+        known = value.type in _DEVICES and (value.type == "cpu" or value.index is not None)
+        return [DEVICE, 2, _DEVICES[value.type], -1 if value.type == "cpu" else value.index] if known else None
     if kind == NUMBER:
         return [kind, 1, bits(value, "d")]
     if kind == INTEGERS:
@@ -228,8 +234,8 @@ def _value(kind: int | None, value: Any, slot: Callable[[Tensor], int]) -> Words
 
 def _constant(value: Any, others: Sequence[Tensor]) -> Any:
     """Return a tensor for a number that stands for one, if types are promoted alike: a number's counts less."""
-    if not isinstance(value, float) or not others:
+    if type(value) not in (int, float) or not others:
         return value
-    made = torch.tensor(value, dtype=torch.float64, device="cpu")
+    made = torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64, device="cpu")
     alike = all(torch.result_type(t, made) is torch.result_type(t, value) for t in others)
     return made if alike else value

@@ -11,6 +11,7 @@ are recorded and no others: in batches of ever new lengths most calls run the fu
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -57,7 +58,9 @@ class Kind:
         """Return `function()`, which it makes of `arguments` alone, and record it if this is the second call."""
         if self.program is ONCE:
             made, recorded = record(function, arguments)
-            self.program = recorded or NEVER
+            with _setting:
+                if self.program is ONCE:  # another thread's program may be a library's by now
+                    self.program = recorded or NEVER
             return made
         if self.program is NEW:
             self.program = ONCE
@@ -165,6 +168,7 @@ class Family:
 
 
 _numbers = count(1)
+_setting = threading.Lock()
 
 
 def ordinary_call(arguments: Sequence[Tensor | None]) -> tuple[list[Tensor], int] | None:

@@ -32,7 +32,7 @@ using Tensors = std::vector<Tensor>;
 
 // The same numbers stand in native_program.py.
 enum StepKind : int64_t { MAKE, VIEW, OPERATOR, LAUNCH, DROP };
-enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, INTEGERS };
+enum ValueKind : int64_t { NONE, TENSOR, TENSORS, INTEGER, NUMBER, BOOLEAN, INTEGERS, DEVICE };
 
 constexpr size_t USUAL = 32;             // tensors of a program, which need no memory of their own
 constexpr int64_t LARGEST = 1LL << 44;  // elements
@@ -139,17 +139,22 @@ inline Kernel read_kernel(Reader& read, int64_t slots) {
 }
 
 inline Value read_value(Reader& read, int64_t slots) {
-  Value made{read.word(NONE, INTEGERS)};
+  Value made{read.word(NONE, DEVICE)};
   if (made.kind == TENSOR || made.kind == TENSORS) {
     made.slots = read.list(0, slots - 1);
     TORCH_CHECK(made.kind == TENSORS || made.slots.size() == 1, "a program's argument is not one value");
     return made;
   }
   const std::vector<int64_t> words = read.list();
-  TORCH_CHECK(made.kind == INTEGERS || words.size() == (made.kind != NONE), "a program's argument is not one value");
+  const size_t count = made.kind == NONE ? 0 : made.kind == DEVICE ? 2 : 1;
+  TORCH_CHECK(made.kind == INTEGERS || words.size() == count, "a program's argument is not one value");
   if (made.kind == INTEGER) made.value = words[0];
   if (made.kind == BOOLEAN) made.value = words[0] != 0;
   if (made.kind == INTEGERS) made.value = words;
+  if (made.kind == DEVICE) {
+    TORCH_CHECK((words[0] == 0 && words[1] == -1) || (words[0] == 1 && 0 <= words[1] && words[1] < 128), "a program's device is ", words[0], ", ", words[1]);
+    made.value = c10::Device(c10::DeviceType(words[0]), c10::DeviceIndex(words[1]));
+  }
   if (made.kind == NUMBER) {
     double number;
     std::memcpy(&number, words.data(), sizeof(number));
@@ -191,8 +196,7 @@ inline Step read_step(Reader& read, int64_t slots) {
       step.results = read.list(0, slots - 1);
       for (int64_t count = read.word(0, 255); count > 0; --count) step.values.push_back(read_value(read, slots));
       const c10::FunctionSchema& schema = step.op->schema();
-      TORCH_CHECK(step.values.size() == schema.arguments().size() && step.results.size() <= schema.returns().size(), "a program's call of ", name, " has ",
-                  step.values.size(), " arguments and ", step.results.size(), " results");
+      TORCH_CHECK(step.values.size() == schema.arguments().size(), "a program calls ", name, " with ", step.values.size(), " arguments");
       break;
     }
     case LAUNCH:
@@ -260,7 +264,16 @@ inline void call(const Step& step, Slots& at) {
     }
   }
   step.op->callBoxed(stack);
-  for (size_t i = 0; i < step.results.size(); ++i) at.take(step.results[i], std::move(stack.at(i)).toTensor());
+  auto slot = step.results.begin();
+  for (c10::IValue& made : stack) {
+    if (!made.isTensorList()) {
+      if (slot != step.results.end()) at.take(*slot++, std::move(made).toTensor());
+    } else {
+      for (Tensor t : made.toTensorList())
+        if (slot != step.results.end()) at.take(*slot++, std::move(t));
+    }
+  }
+  TORCH_CHECK(slot == step.results.end(), "a program's operator made fewer tensors");
 }
 
 // Runs a program on its tensors, below autograd.

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from aoquant import QATConfig, calibrate, ops, quantize_
 from aoquant.calibrate import uncalibrated
 from aoquant.linear import function, replay
-from aoquant.ops import native_cpu, native_step, program, repeat
+from aoquant.ops import native_step, program, repeat
 from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,11 +90,12 @@ def plain(layer: nn.Module, h: Tensor) -> Tensor:
 
 
 def step(layers: Layers, x: Tensor, call: Call = plain, grad: Callable[[Tensor], Tensor] = wave) -> list[Tensor | None]:
-    """Return the outputs and all gradients of layers that share one input. As activations do, change outputs in place."""
+    """Return the outputs and all gradients of layers that share one input."""
     layers.zero_grad()
     x = x.detach().requires_grad_()
     h = x * 1
-    ys = [call(layer, h).mul_(1) for layer in layers]
+    ys = [call(layer, h) for layer in layers]
+    assert not any(y._is_view() for y in ys)  # which activations could not change in place
     torch.autograd.backward(ys, [grad(y.detach()) for y in ys])
     return [*(y.detach() for y in ys), x.grad, *(p.grad for p in layers.parameters())]
 
@@ -213,8 +214,8 @@ def test_on_a_gpu_csrc_runs_the_programs(recipe: str, rows: int, pages: Counter[
 def test_the_step_librarys_node_asks_the_page_for_an_unusual_backward(
     recipe: str, device: torch.device, pages: Counter[str]
 ) -> None:
-    if native_step.why_not() or (device.type == "cpu" and (recipe != "int4-g128" or native_cpu.why_not())):
-        pytest.skip("no library has these programs here")
+    if reason := native_step.why_not():
+        pytest.skip(reason)
     layers = prepared(recipe, device, n=1)
     forced = partial(ops.backend, "reference")
     unusual = [nullcontext, forced, partial(FlopCounterMode, display=False), partial(torch.autocast, device.type, BF16)]
@@ -387,19 +388,19 @@ def test_a_forced_backend_is_used_where_programs_exist(recipe: str, pages: Any, 
     [("nvfp4", "weight"), ("nvfp4-weight", "weight"), ("nvfp4-weight", "input"), ("mxfp8-hp", "input")],
 )
 def test_a_write_between_forward_and_backward_is_refused(recipe: str, written: str, pages: Any) -> None:
-    def run(layers: Layers, i: int) -> str:
+    def run(i: int) -> None:
         h = tokens(layers, i, *(24,) * (1 + i % 2)).requires_grad_() * 1
         ys = [layer(h) for layer in layers]
         (layers[1].weight if written == "weight" else h).detach().mul_(1)
-        with pytest.raises(RuntimeError, match="inplace") as refused:
+        with pytest.raises(RuntimeError, match="inplace"):
             ys[1].sum().backward()
-        return str(refused.value)[:50]
 
     layers = prepared(recipe)
-    want = on_the_page(run, layers, 4)
-    got = [run(layers, i) for i in range(4)]
-    pages.clear()
-    assert [*got, *(run(layers, i) for i in range(4))] == want * 2 and not pages
+    for i in range(8):
+        if i == 4:
+            pages.clear()
+        run(i)
+    assert not pages
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-hybrid"])
