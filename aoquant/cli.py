@@ -184,7 +184,7 @@ def convert(
     ptq: str = "nearest",
     calibrate: Path | None = None,
     samples: int = 128,
-    length: int = 2048,
+    length: int | None = None,
     export: Path | None = None,
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
@@ -215,7 +215,7 @@ def convert(
             r1+r2+gptq, calibrate on text.
         calibrate: a file of text (.txt, .jsonl, .xz) for --ptq.
         samples: sequences of text that it sees.
-        length: tokens of each, at most the model's positions.
+        length: tokens of each, at most the model's positions; by default these, at most 2048.
         export: a folder to write for the engine that the recipe is for, too, and its command.
     """
     from aoquant.recipes import mixed
@@ -289,7 +289,7 @@ def choose(
     out: Path | None = None,
     plot: Path | None = None,
     samples: int = 16,
-    length: int = 512,
+    length: int | None = None,
     engine: str | None = None,
     skip: tuple[str, ...] = (),
     device: str = "cpu",
@@ -305,7 +305,7 @@ def choose(
         out: a YAML file to write: `aoquant run FILE` trains the plan, `aoquant convert FILE` does not train.
         plot: a picture to write, KL against bits.
         samples: sequences of text that are looked at.
-        length: tokens of each, at most the model's positions.
+        length: tokens of each, at most the model's positions; by default these, at most 512.
         engine: that has to serve every candidate, such as vllm.
         skip: layers to leave in high precision, by NAME.
         device: where the model runs.
@@ -317,7 +317,7 @@ def choose(
     for path in (out, plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path.parent} is no folder: make it, or choose another place for {path.name}")
-    loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype)
+    loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype, longest=512)
     found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine, skip=skip)
     print(found)
     if plot is not None:

@@ -66,6 +66,37 @@ def test_what_is_refused_leaves_nothing(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"model", "text.jsonl"}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--length 4000", "length must be at most the model's max_position_embeddings = 64, got 4000"),
+        ("--length 65", "= 64, got 65"),
+        ("--length 0", "length must be at least 1, got 0"),
+        ("--length -3", "length must be at least 1, got -3"),
+        ("--samples 0", "samples must be at least 1, got 0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "choose"])
+def test_a_length_beyond_the_positions_is_refused(
+    command: str, options: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder / "model"), "--calibrate", str(folder / "text.jsonl"), *options.split()]
+    if command == "convert":
+        given += ["--recipe", "int4-g32", "--ptq", "gptq", "--out", str(folder / "out")]
+    else:
+        given += ["--candidates", "int4-g32", "int8-weight", "--bits", "6"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, *given])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert {p.name for p in folder.iterdir()} == {"model", "text.jsonl"}
+
+
+def test_by_default_sequences_are_as_long_as_the_positions(folder: Path) -> None:
+    for longest, length in ((2048, 64), (32, 32)):
+        given = folder / "model", folder / "text.jsonl", 6, None, "cpu", "auto"
+        assert calibration(*given, longest=longest)[2][0]["input_ids"].shape == (6, length)
+
+
 def test_weights_stay_in_their_files(folder: Path) -> None:
     """On Linux, weights that transformers loads as they are stored are mapped: no memory of the process holds them."""
     model, _, _ = calibration(folder / "model", folder / "text.jsonl", 6, 48, "cpu", "auto")
