@@ -16,43 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from aoquant._messages import on_command_line
 from aoquant.formats import COMPOSED, get_format, list_formats
 from aoquant.tools import markdown
 
-# Most errors come from the library, whose users write Python: "leave it out with filter_fn". These are the phrases that
-# an error of the commands can hold, with what does the same there.
-ADVICE = {
-    "aoquant.coverage(model) lists every parameter; strict=True raises instead": "the report lists them; --strict stops instead",
-    "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
-    "leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
-    "leave that layer out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave that layer out with --skip NAME",
-    "leave it out of quantize_, or out of --embeddings": "leave out --embeddings",
-    "leave it out with filter_fn": "leave it out with --skip NAME",
-    "leave it out": "leave it out with --skip NAME",
-    "leave the layer out": "leave the layer out with --skip NAME or --skip-incompatible",
-    "choose layers with filter_fn": "choose layers with --layers NAME",
-    "check filter_fn and the patterns": "check --layers and --skip",
-    "unless filter_fn or FqnToConfig names them": "unless --embeddings or --layers NAME=RECIPE names them",
-    "choose both, with one config, by filter_fn or FqnToConfig": "choose both, by --embeddings",
-    "choose a format whose groups divide K": "choose a recipe whose groups divide K (`aoquant recipes`)",
-    "choose a transform whose size divides K": "choose a recipe whose transform divides K (`aoquant recipes`)",
-    "choose a config that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels": (
-        "choose a recipe whose name does not begin with torchao (`aoquant recipes`)"
-    ),
-    "load the model whole and use aoquant.quantize_": "load the model whole, in Python, and use aoquant.quantize_",
-    "quantize_(model, QATConfig(config, step='prepare')), aoquant.calibrate(model, forward_loop), then "
-    "quantize_(model, QATConfig(step='convert'))": "calibrate it: `aoquant run`, or --ptq gptq --calibrate FILE",
-    'aoquant.FP8WeightConfig(granularity="block")': "--recipe fp8-block",
-    "aoquant.FP8WeightConfig": "--recipe fp8",
-    "aoquant.MXFP8WeightConfig": "--recipe mxfp8",
-    "aoquant.NVFP4WeightConfig": "--recipe nvfp4",
-}
-_PHRASE = re.compile("|".join(re.escape(phrase) for phrase in sorted(ADVICE, key=len, reverse=True)))
+# Python's names that many messages hold, and what to type instead. Other advice has both forms where it is given
+# (`aoquant._messages.advice`).
+_LEAVE_OUT = re.compile(
+    r"leave (it|that layer|the layer) out(?: of (?:prepare|quantize_)\b)?(?: with filter_fn| \(filter_fn[^)]*\)| by name)?"
+)
+_CONFIG = re.compile(r'aoquant\.(FP8|MXFP8|NVFP4)WeightConfig(?:\(granularity="(\w+)"\))?')
 
 
 def for_the_command_line(message: str) -> str:
-    """The message with options of the command line in place of Python calls."""
-    return _PHRASE.sub(lambda match: ADVICE[match[0]], message)
+    """Return the message with options of the command line in place of Python's names."""
+    message = _LEAVE_OUT.sub(
+        lambda m: f"leave {m[1]} out with --skip NAME{' or --skip-incompatible' * (m[1] == 'the layer')}", message
+    )
+    return _CONFIG.sub(lambda m: f"--recipe {m[1].lower()}{f'-{m[2]}' if m[2] else ''}", message)
 
 
 def _run(arguments: list[str]) -> Callable[..., None]:
@@ -456,7 +437,7 @@ def _command(name: str, arguments: list[str]) -> Callable[..., None]:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `aoquant` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    formatted = warnings.formatwarning
+    formatted, outside = warnings.formatwarning, on_command_line.set(True)
     warnings.formatwarning = _one_line  # type: ignore[assignment]
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
@@ -489,6 +470,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
     finally:
         warnings.formatwarning = formatted
+        on_command_line.reset(outside)
 
 
 def _one_line(message: Warning | str, *_: Any) -> str:
