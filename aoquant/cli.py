@@ -208,16 +208,16 @@ def convert(
 
         all_layers = with_embeddings(model_on_meta(model, dtype), embeddings_recipe or recipe, layers, skip)
         config = mixed(recipe, all_layers, skip)
-    if export is not None and export.exists():
-        raise ValueError(f"{export} exists: remove it or choose another --export")
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
+    how: dict[str, Any] = {"dtype": dtype, "skip_incompatible": skip_incompatible}
     if export is not None:
-        from aoquant.integrations import job
+        from aoquant.integrations import job, stream
 
-        job.check_for_engine(model, job.engine_format(config))
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "max_shard_size": max_shard_size}
-    how["skip_incompatible"] = skip_incompatible
+        job.check_target(export, out)
+        job.check_for_engine(model, layout := job.engine_format(config))
+        stream.check_export(model, config, layout, calibrated=calibrate is not None, **how)
+    how |= {"device": device, "max_shard_size": max_shard_size}
     if calibrate is None:
         from aoquant.integrations.stream import convert_checkpoint
 
@@ -292,12 +292,14 @@ def choose(
         device: where the model runs.
         dtype: of the model: float32, bfloat16, float16, or auto, which is config.json's.
     """
+    from aoquant.files.atomic import check_file
     from aoquant.integrations.calibrated import calibration
-    from aoquant.ptq.choose_formats import choose_formats
+    from aoquant.ptq.choose_formats import check_picture, choose_formats
 
-    for path in (out, plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is no folder: make it, or choose another place for {path.name}")
+    for path in filter(None, (out, plot)):
+        check_file(path)
+    if plot is not None:
+        check_picture(plot)
     loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype, longest=512)
     found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine, skip=skip)
     print(found)

@@ -16,14 +16,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from aoquant.config import named
+from aoquant.files import checkpoint
 from aoquant.files.atomic import check_free
-from aoquant.integrations.hf import save_pretrained
+from aoquant.integrations.hf import check_storable, save_pretrained
 from aoquant.integrations.job.models import load_float
 from aoquant.integrations.lm_eval import check_within, positions
 from aoquant.integrations.text import load_documents, token_blocks
+from aoquant.planning.choose import each
 from aoquant.ptq.calibrate_config import CalibrateConfig
 from aoquant.ptq.ptq_report import PTQReport
 from aoquant.ptq.sequential import calibrate_ptq
+from aoquant.targets import resolve
+from aoquant.tools.doctor import check_device
 
 BATCH = 8  # sequences in one forward
 LENGTH = 2048  # tokens of a sequence, where none are asked for
@@ -55,12 +60,17 @@ def convert_calibrated(
             `calibrate_ptq`. Nothing is written then.
     """
     check_free(Path(out))
+    checkpoint.check_shard_size(max_shard_size)
+    for base in each(named(config.recipe)):
+        check_storable(resolve(base).tensor, "convert")
+    check_device(device)
     loaded, tokenizer, batches = calibration(model, text, samples, length, "cpu", dtype)
     there, finished = None if torch.device(device).type == "cpu" else device, Path(f"{out}.calibration")
     report = calibrate_ptq(loaded, batches, config, checkpoint=finished, device=there, **options)
     save_pretrained(loaded, out, tokenizer, max_shard_size=max_shard_size)
     del loaded  # it reads the finished blocks' files
-    shutil.rmtree(finished)
+    if finished.exists():  # embeddings alone have no block
+        shutil.rmtree(finished)
     return report
 
 
@@ -78,6 +88,7 @@ def calibration(
     for name, value in (("samples", samples), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    check_device(device)
     documents = load_documents(text)
     tokenizer, loaded = load_float(str(model), dtype, device)
     most = positions(loaded)

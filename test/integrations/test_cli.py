@@ -250,6 +250,7 @@ def test_what_is_no_mistake_of_ours_ends_without_a_traceback(
     assert warnings.formatwarning is before
 
 
+CHOOSE = "choose --model full --candidates int8 --bits 8 --calibrate full/file"
 MISTAKES = [
     ("run --recipe int4-q32", "int4-q32"),
     ("run --dtype int8", "dtype"),
@@ -271,6 +272,14 @@ MISTAKES = [
     ("run --config", "--config"),
     ("run nowhere.yaml", "nowhere.yaml"),
     ("run --config full/file", "full/file"),
+    ("run --export full", "full exists"),
+    ("run --export full/file/served", "full/file is no folder"),
+    ("run --export aoquant-run", "will hold --out"),
+    ("run --teacher-cache full/file/cache", "full/file is no folder"),
+    (f"{CHOOSE} --out nowhere/plan.yaml", "nowhere is no folder"),
+    (f"{CHOOSE} --out full", "full is a folder"),
+    (f"{CHOOSE} --plot full/plans.docx", "matplotlib writes no .docx"),
+    (f"{CHOOSE} --device tpu", "device"),
     ("formates", "formates"),
 ]
 
