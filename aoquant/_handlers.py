@@ -18,7 +18,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, register_quantize_module_handler
 
 from aoquant import config as configs
-from aoquant._messages import AoquantWarning
+from aoquant._messages import AoquantWarning, advice
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
 from aoquant.hybrid import HybridConfig
@@ -51,7 +51,8 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
         )
     if not is_layer(module):
         raise ValueError(
-            f"aoquant quantises nn.Linear and nn.Embedding, got {type(module).__name__}: choose layers with filter_fn"
+            f"aoquant quantises nn.Linear and nn.Embedding, got {type(module).__name__}: "
+            f"choose layers with {advice('filter_fn', '--layers NAME')}"
         )
     if kind_of(module) is None:
         warnings.warn(

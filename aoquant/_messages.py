@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from torch import distributed, nn
 T = TypeVar("T")
 SHOWN = 10  # lines of a message
 SECONDS = 10.0  # between two lines of progress
+on_command_line = ContextVar("on_command_line", default=False)
 
 
 class AoquantWarning(UserWarning):
@@ -22,6 +24,11 @@ class AoquantWarning(UserWarning):
 
     warnings.filterwarnings("error", category=aoquant.AoquantWarning)
     """
+
+
+def advice(python: str, command: str) -> str:
+    """Return what to do: `command` where the command line runs, whose users type options, and `python` elsewhere."""
+    return command if on_command_line.get() else python
 
 
 def check_model(given: object, name: str = "model") -> None:

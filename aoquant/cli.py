@@ -16,43 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from aoquant._messages import on_command_line
 from aoquant.formats import COMPOSED, get_format, list_formats
 from aoquant.tools import markdown
 
-# Most errors come from the library, whose users write Python: "leave it out with filter_fn". These are the phrases that
-# an error of the commands can hold, with what does the same there.
-ADVICE = {
-    "aoquant.coverage(model) lists every parameter; strict=True raises instead": "the report lists them; --strict stops instead",
-    "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
-    "leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
-    "leave that layer out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave that layer out with --skip NAME",
-    "leave it out of quantize_, or out of --embeddings": "leave out --embeddings",
-    "leave it out with filter_fn": "leave it out with --skip NAME",
-    "leave it out": "leave it out with --skip NAME",
-    "leave the layer out": "leave the layer out with --skip NAME or --skip-incompatible",
-    "choose layers with filter_fn": "choose layers with --layers NAME",
-    "check filter_fn and the patterns": "check --layers and --skip",
-    "unless filter_fn or FqnToConfig names them": "unless --embeddings or --layers NAME=RECIPE names them",
-    "choose both, with one config, by filter_fn or FqnToConfig": "choose both, by --embeddings",
-    "choose a format whose groups divide K": "choose a recipe whose groups divide K (`aoquant recipes`)",
-    "choose a transform whose size divides K": "choose a recipe whose transform divides K (`aoquant recipes`)",
-    "choose a config that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels": (
-        "choose a recipe whose name does not begin with torchao (`aoquant recipes`)"
-    ),
-    "load the model whole and use aoquant.quantize_": "load the model whole, in Python, and use aoquant.quantize_",
-    "quantize_(model, QATConfig(config, step='prepare')), aoquant.calibrate(model, forward_loop), then "
-    "quantize_(model, QATConfig(step='convert'))": "calibrate it: `aoquant run`, or --ptq gptq --calibrate FILE",
-    'aoquant.FP8WeightConfig(granularity="block")': "--recipe fp8-block",
-    "aoquant.FP8WeightConfig": "--recipe fp8",
-    "aoquant.MXFP8WeightConfig": "--recipe mxfp8",
-    "aoquant.NVFP4WeightConfig": "--recipe nvfp4",
-}
-_PHRASE = re.compile("|".join(re.escape(phrase) for phrase in sorted(ADVICE, key=len, reverse=True)))
+# Python's names that many messages hold, and what to type instead. Other advice has both forms where it is given
+# (`aoquant._messages.advice`).
+_LEAVE_OUT = re.compile(
+    r"leave (it|that layer|the layer) out(?: of (?:prepare|quantize_)\b)?(?: with filter_fn| \(filter_fn[^)]*\)| by name)?"
+)
+_CONFIG = re.compile(r'aoquant\.(FP8|MXFP8|NVFP4)WeightConfig(?:\(granularity="(\w+)"\))?')
 
 
 def for_the_command_line(message: str) -> str:
-    """The message with options of the command line in place of Python calls."""
-    return _PHRASE.sub(lambda match: ADVICE[match[0]], message)
+    """Return the message with options of the command line in place of Python's names."""
+    message = _LEAVE_OUT.sub(
+        lambda m: f"leave {m[1]} out with --skip NAME{' or --skip-incompatible' * (m[1] == 'the layer')}", message
+    )
+    return _CONFIG.sub(lambda m: f"--recipe {m[1].lower()}{f'-{m[2]}' if m[2] else ''}", message)
 
 
 def _run(arguments: list[str]) -> Callable[..., None]:
@@ -184,7 +165,7 @@ def convert(
     ptq: str = "nearest",
     calibrate: Path | None = None,
     samples: int = 128,
-    length: int = 2048,
+    length: int | None = None,
     export: Path | None = None,
 ) -> None:
     """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
@@ -215,7 +196,7 @@ def convert(
             r1+r2+gptq, calibrate on text.
         calibrate: a file of text (.txt, .jsonl, .xz) for --ptq.
         samples: sequences of text that it sees.
-        length: tokens of each, at most the model's positions.
+        length: tokens of each, at most the model's positions; by default these, at most 2048.
         export: a folder to write for the engine that the recipe is for, too, and its command.
     """
     from aoquant.recipes import mixed
@@ -227,16 +208,16 @@ def convert(
 
         all_layers = with_embeddings(model_on_meta(model, dtype), embeddings_recipe or recipe, layers, skip)
         config = mixed(recipe, all_layers, skip)
-    if export is not None and export.exists():
-        raise ValueError(f"{export} exists: remove it or choose another --export")
     if (ptq == "nearest") != (calibrate is None):
         raise ValueError(f"--calibrate FILE belongs to --ptq METHOD, which needs it, got {ptq} and {calibrate}")
+    how: dict[str, Any] = {"dtype": dtype, "skip_incompatible": skip_incompatible}
     if export is not None:
-        from aoquant.integrations import job
+        from aoquant.integrations import job, stream
 
-        job.check_for_engine(model, job.engine_format(config))
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "max_shard_size": max_shard_size}
-    how["skip_incompatible"] = skip_incompatible
+        job.check_target(export, out)
+        job.check_for_engine(model, layout := job.engine_format(config))
+        stream.check_export(model, config, layout, calibrated=calibrate is not None, **how)
+    how |= {"device": device, "max_shard_size": max_shard_size}
     if calibrate is None:
         from aoquant.integrations.stream import convert_checkpoint
 
@@ -289,7 +270,7 @@ def choose(
     out: Path | None = None,
     plot: Path | None = None,
     samples: int = 16,
-    length: int = 512,
+    length: int | None = None,
     engine: str | None = None,
     skip: tuple[str, ...] = (),
     device: str = "cpu",
@@ -305,19 +286,21 @@ def choose(
         out: a YAML file to write: `aoquant run FILE` trains the plan, `aoquant convert FILE` does not train.
         plot: a picture to write, KL against bits.
         samples: sequences of text that are looked at.
-        length: tokens of each, at most the model's positions.
+        length: tokens of each, at most the model's positions; by default these, at most 512.
         engine: that has to serve every candidate, such as vllm.
         skip: layers to leave in high precision, by NAME.
         device: where the model runs.
         dtype: of the model: float32, bfloat16, float16, or auto, which is config.json's.
     """
+    from aoquant.files.atomic import check_file
     from aoquant.integrations.calibrated import calibration
-    from aoquant.ptq.choose_formats import choose_formats
+    from aoquant.ptq.choose_formats import check_picture, choose_formats
 
-    for path in (out, plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is no folder: make it, or choose another place for {path.name}")
-    loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype)
+    for path in filter(None, (out, plot)):
+        check_file(path)
+    if plot is not None:
+        check_picture(plot)
+    loaded, _, batches = calibration(model, calibrate, samples, length, device, dtype, longest=512)
     found = choose_formats(loaded, candidates, batches=batches, bits=bits, engine=engine, skip=skip)
     print(found)
     if plot is not None:
@@ -456,7 +439,7 @@ def _command(name: str, arguments: list[str]) -> Callable[..., None]:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `aoquant` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    formatted = warnings.formatwarning
+    formatted, outside = warnings.formatwarning, on_command_line.set(True)
     warnings.formatwarning = _one_line  # type: ignore[assignment]
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
@@ -489,6 +472,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
     finally:
         warnings.formatwarning = formatted
+        on_command_line.reset(outside)
 
 
 def _one_line(message: Warning | str, *_: Any) -> str:

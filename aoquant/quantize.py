@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant._messages import AoquantWarning, check_model, track
+from aoquant._messages import AoquantWarning, advice, check_model, track
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
@@ -146,7 +146,8 @@ def quantize_(
         model.to(device)
     adapters.adopt(model, (*planned.layers, *planned.experts), taken)
     if steps != {"convert"} and problem is not None:
-        said.append(f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead")
+        lists = "aoquant.coverage(model) lists every parameter; strict=True raises instead"
+        said.append(f"{problem}. {advice(lists, 'the report lists them; --strict stops instead')}")
     if lost is not None:
         said.append(f"{lost}. strict=True raises instead")
     if scales is not None:

@@ -25,6 +25,8 @@ from aoquant.linear.recipe import LinearRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from aoquant.export.source import Source
+
 FORMATS = {"compressed-tensors": "compressed_tensors", "modelopt": "compressed_tensors", "gguf": "gguf"}
 
 
@@ -77,13 +79,19 @@ def export(
 
 
 def check(
-    model: nn.Module | str | os.PathLike[str], format: str, tokenizer: PreTrainedTokenizerBase | None = None
+    model: nn.Module | str | os.PathLike[str] | Source, format: str, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise what `export` would raise for the numbers and the tokenizer of the same model; nothing is written."""
+    """Raise what `export` would raise for the numbers and the tokenizer of the same model; nothing is written.
+
+    model: as `export` takes it, or a source, such as `foresee.planned` makes of a model that is not converted yet.
+    """
     _check(format, tokenizer)
     from aoquant.export import hf_folder, source
 
-    found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
+    if isinstance(model, source.Source):
+        found = model
+    else:
+        found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
     if format == "gguf":
         from aoquant.export import gguf_file
 

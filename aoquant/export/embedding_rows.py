@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from aoquant._messages import advice
 from aoquant.export.source import Source
 from aoquant.export.targets import Stored, Unfit
 from aoquant.planning.heads import output_embeddings
 
-_LEAVE_OUT = "leave it out of quantize_, or out of --embeddings"
 _WIDTHS = (2, 4, 8)  # of codes that vLLM finds in a word of 32 bits
 
 
 def check_use(target: str, *, tied: bool) -> None:
     """Raise Unfit where a target holds no quantised embedding, or none that shares its weight. tied: it does."""
+    leave_out = advice("leave it out of quantize_, or out of --embeddings", "leave out --embeddings")
     if target == "modelopt":
-        raise Unfit(f"it is an embedding, and readers of {target} take embeddings as floats", _LEAVE_OUT)
+        raise Unfit(f"it is an embedding, and readers of {target} take embeddings as floats", leave_out)
     if target == "compressed-tensors" and tied:
         raise Unfit(
             "it is an embedding that is tied to another layer, and readers of compressed-tensors look up its rows alone",
-            f"untie them before quantising (tie_word_embeddings=False), or {_LEAVE_OUT}",
+            f"untie them before quantising (tie_word_embeddings=False), or {leave_out}",
         )
 
 

@@ -10,12 +10,17 @@ are added, and the chat template are read by the `gguf` library. Source: llama.c
 from __future__ import annotations
 
 import json
+import logging
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
+from aoquant._messages import AoquantWarning
+
+_LOG = logging.getLogger("gguf.vocab")
 # a part of the expression that no other model's has -> llama.cpp's name; in this order
 _SPLITS = (
     (r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", "tekken"),
@@ -53,7 +58,32 @@ def add(writer: GGUFWriter, folder: Path, vocab_size: int, owner: str) -> None:
         writer.add_token_scores(_scores(model, tokens))
         writer.add_add_space_prefix("Prepend" in json.dumps(content.get("normalizer")))
     writer.add_token_types(types)
-    SpecialVocab(folder, load_merges=not byte_fallback, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+    said = _Said()
+    _LOG.addFilter(said)
+    try:
+        SpecialVocab(folder, load_merges=not byte_fallback, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+    finally:
+        _LOG.removeFilter(said)
+    for message in said.messages:
+        warnings.warn(f"gguf: the tokenizer of {owner}: {message}", AoquantWarning, stacklevel=2)
+
+
+class _Said(logging.Filter):
+    """Keep what the `gguf` library logs off the terminal, and collect its warnings of a single text.
+
+    Its warnings of TemplateProcessing<pair> are dropped. llama.cpp joins two texts for rerankers alone, and Gemma's
+    template, which puts a second <bos> between them, would log one for every export.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if record.levelno >= logging.WARNING and "TemplateProcessing<pair>" not in message:
+            self.messages.append(message)
+        return False
 
 
 def split_name(pre_tokenizer: dict[str, Any] | None) -> str:

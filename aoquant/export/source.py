@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from aoquant._messages import one_line, some
 from aoquant.distributed import fsdp
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.experts.routers import routers_of
-from aoquant.export.weights import Weight, as_stored
+from aoquant.export.weights import Weight, as_stored, given
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import POINTER
 from aoquant.files.safetensors_file import StoredTensor, header, read_json
@@ -101,23 +101,39 @@ def of_model(model: nn.Module) -> Source:
         raise ValueError(f"export writes Hugging Face models, got {type(model).__name__}: engines need its config.json")
     check_converted(model, "export", "export")
     warn_of_dtypes(model)
+
+    def weight(name: str, t: Tensor) -> Weight:
+        kind = type(t).__name__ if isinstance(t, TorchAOBaseTensor) else "Tensor"
+        return Weight(name, kind, _in_memory(t), _expert_in_memory(t))
+
+    return _checked(_of_model(model, weight))
+
+
+def of_plan(model: PreTrainedModel, planned: Mapping[str, Weight], folder: Path) -> Source:
+    """Return the source that a float model on meta will be when its `planned` weights, by name, are quantised.
+
+    folder: of the float model, with its tokenizer.
+    """
+    found = _of_model(model, lambda name, t: planned.get(name) or Weight(name, "Tensor", given(t.detach())))
+    return replace(_checked(found), folder=folder)
+
+
+def _of_model(model: PreTrainedModel, weight: Callable[[str, Tensor], Weight]) -> Source:
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     if config.get("tie_word_embeddings") and not model.all_tied_weights_keys.keys() <= _ties(model).keys():
         config["tie_word_embeddings"] = False
     # not from the JSON text, which spells infinity as an object; transformers decodes that where it reads a file
-    given = {name: config[name] for name in ("architectures", "dtype", "tie_word_embeddings") if name in config}
+    own = {name: config[name] for name in ("architectures", "dtype", "tie_word_embeddings") if name in config}
     plain = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-    stock = empty(type(model), type(model.config).from_dict(plain | given))
+    stock = empty(type(model), type(model.config).from_dict(plain | own))
     tied = {name: kept for name, kept in _ties(model).items() if name in _ties(stock)}
     scales = hook.scales(model)  # kv_cache.py writes them
     stored = {name: t for name, t in _kept(model, tied).items() if name not in scales}
     _check_fits(model, stock, stored)
-    kinds = {name: type(t).__name__ if isinstance(t, TorchAOBaseTensor) else "Tensor" for name, t in stored.items()}
-    weights = {name: Weight(name, kinds[name], _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
-    weights = as_stored(model, weights)
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, stock, routers=_routers(weights, model)))
+    weights = as_stored(model, {name: weight(name, t) for name, t in stored.items()})
+    return Source(config, dict(model.named_modules()), weights, tied, stock, routers=_routers(weights, model))
 
 
 def of_checkpoint(folder: Path) -> Source:

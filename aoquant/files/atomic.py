@@ -49,7 +49,7 @@ class Staged:
 
     def __init__(self, out: Path, *, fresh: bool = False, resumable: bool = False) -> None:
         self.out, self.fresh, self.resumable = out, fresh, resumable
-        self.committed = False
+        self.committed, self.made = False, list[Path]()
 
     def __enter__(self) -> Self:
         try:
@@ -113,6 +113,7 @@ class Staged:
                 _remove_unheld(*beside)  # of a process that was killed before the folder appeared
                 self.path, lock = self.place / PARTIAL, self.place / _LOCK
             else:
+                self.made = absent(self.place.parent)
                 self.place.parent.mkdir(parents=True, exist_ok=True)
                 self.path, lock = beside
             self.lock = FileLock(lock, timeout=0 if self.fresh else -1)
@@ -127,9 +128,7 @@ class Staged:
             self._unlock()  # it appeared while this process waited
 
     def _unlock(self) -> None:
-        with suppress(OSError):
-            os.unlink(self.lock.lock_file)  # before the release: nobody else may hold this file then
-        self.lock.release()
+        unlock(self.lock, self.made)
 
     def _check_content(self) -> None:
         """Finish a save that was killed after its commit, or take an interrupted export back."""
@@ -156,8 +155,47 @@ class Staged:
                 )
 
 
+def unlock(lock: FileLock, made: Iterable[Path] = ()) -> None:
+    """Release a lock and remove its file, if this process holds it; then remove those folders of `made` that are empty.
+
+    made: folders that this process made, the innermost first.
+    """
+    if lock.is_locked:
+        with suppress(OSError):
+            os.unlink(lock.lock_file)  # before the release: nobody else may hold this file then
+        lock.release()
+    with suppress(OSError):  # another process has put something there
+        for folder in made:
+            folder.rmdir()
+
+
+def absent(folder: Path) -> list[Path]:
+    """Return a folder and its parents as far as they do not exist yet, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def check_writable(path: Path) -> None:
+    """Raise ValueError where no file or folder can be made as `path`, before hours of work that end there."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise ValueError(f"{path}: cannot be written, because {there} is no folder: choose another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{path}: cannot be written, because nothing can be made in {there}: choose another place")
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError where no file can be written as `path`, before the work that it will hold."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder: make it, or choose another place for {path.name}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the name of a file")
+    check_writable(path.parent)
+
+
 def check_free(out: Path) -> None:
-    """Raise ValueError for a folder that holds anything but what an interrupted write left there."""
+    """Raise ValueError for a folder that cannot be written, or holds anything but what an interrupted write left."""
+    if not out.exists():
+        check_writable(out)
     if out.exists() and (
         not out.is_dir() or (not _is_taken_back(out) and any(p.name not in LEFT for p in out.iterdir()))
     ):

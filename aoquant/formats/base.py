@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from aoquant._messages import advice
+
 from . import layout
 
 TINY = 2.0**-121  # a weight of a block whose scale is 0
@@ -439,7 +441,8 @@ class Format:
         if k == 0:
             return f"{self.name} needs values to quantise, got K = 0: leave the layer out"
         if self.block is not None and k % self.block:
-            return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose a format whose groups divide K, or leave the layer out"
+            choose = advice("a format whose groups divide K", "a recipe whose groups divide K (`aoquant recipes`)")
+            return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose {choose}, or leave the layer out"
         return None
 
     def spread(self, v_TG: Tensor, rows: int) -> Tensor:

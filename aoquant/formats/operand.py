@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from aoquant._messages import advice
 from aoquant.transforms import Transform
 
 from .base import Encoded, Format, Scales
@@ -241,10 +242,10 @@ class Operand:
             if max(group, size) % min(group, size):
                 return f"{self.name}: blocks of {group} and a transform of {size} do not fit: one must divide the other"
             if k % size:
-                return (
-                    f"{self.transform.name} needs K to be a multiple of {size}, got K = {k}: choose a transform whose size divides K, or "
-                    "leave the layer out"
+                choose = advice(
+                    "a transform whose size divides K", "a recipe whose transform divides K (`aoquant recipes`)"
                 )
+                return f"{self.transform.name} needs K to be a multiple of {size}, got K = {k}: choose {choose}, or leave the layer out"
         return self.format.why_not(k, dtype)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from aoquant import _register
-from aoquant._messages import check_path
+from aoquant._messages import advice, check_path
 from aoquant.config import PackedWeightConfig
 from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
@@ -287,9 +287,12 @@ def _check_tie(model: PreTrainedModel) -> None:
 def check_storable(kind: str, fqn: str) -> None:
     """Raise ValueError for a class of tensors that torchao's safetensors do not know."""
     if kind not in ALLOWED_TENSORS_SUBCLASSES:
+        choose = advice(
+            "a config that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels",
+            "a recipe whose name does not begin with torchao (`aoquant recipes`)",
+        )
         raise ValueError(
-            f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config "
-            "that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels"
+            f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose {choose}"
         )
 
 

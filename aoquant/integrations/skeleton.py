@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from aoquant._messages import some
+from aoquant._messages import advice, some
 from aoquant.export.source import class_of, config_of, empty, names_by_parameter
 from aoquant.files import checkpoint, checksums
 from aoquant.files.safetensors_file import StoredTensor, read_json, reading
@@ -130,11 +130,7 @@ def build(
         if identity(weight) not in packed:
             layers.append(_source(change, model, stored, tied))
         apply(change, packed)
-    caches.plan(model, config, None, skip_incompatible=skip_incompatible).apply(model)
-    for name, scale in hook.scales(model).items():  # the values that an uncalibrated model has
-        module: Any = model.get_submodule(name.rpartition(".")[0])
-        start = torch.full_like(scale, module.kv_quant.config.start, device="cpu")
-        module.register_buffer(name.rpartition(".")[2], start)
+    quantise_caches(model, config, skip_incompatible=skip_incompatible)
     caches.warn_of_scales(hook.uncalibrated(hook.quantised(model).values()))
     hf.attach(model)
 
@@ -163,6 +159,15 @@ def build(
     return Skeleton(model, files, header, index, layers, parts, copies, scales, twins, *left)
 
 
+def quantise_caches(model: PreTrainedModel, config: Any, *, skip_incompatible: bool) -> None:
+    """Quantise the KV caches of a model on meta, with the scales that an uncalibrated model has."""
+    caches.plan(model, config, None, skip_incompatible=skip_incompatible).apply(model)
+    for name, scale in hook.scales(model).items():
+        module: Any = model.get_submodule(name.rpartition(".")[0])
+        start = torch.full_like(scale, module.kv_quant.config.start, device="cpu")
+        module.register_buffer(name.rpartition(".")[2], start)
+
+
 def _source(
     change: Change, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Source:
@@ -180,7 +185,7 @@ def _source(
     if len(origin) > 1 or found is None or found.shape != weight.shape:
         raise ValueError(
             f"{change.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: "
-            "leave it out, or load the model whole and use aoquant.quantize_"
+            f"leave it out, or load the model whole{advice('', ', in Python,')} and use aoquant.quantize_"
         )
     return Source(change, names, found, weight.dtype)
 

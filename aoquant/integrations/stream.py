@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,14 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from transformers import PreTrainedModel
 
 from aoquant._messages import check_path, progress
-from aoquant.config import named
+from aoquant.config import QATConfig, named
+from aoquant.export import check as check_fits
+from aoquant.export import foresee
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import Staged, check_free
 from aoquant.files.safetensors_file import StoredTensor, header, replace_metadata, reserve
-from aoquant.integrations.skeleton import Skeleton, build, empty_model
+from aoquant.integrations.plans import checked_plan, ptq_plan
+from aoquant.integrations.skeleton import Skeleton, build, empty_model, quantise_caches
 from aoquant.integrations.stream_sources import Source, with_shared_scales
 from aoquant.planning.coverage import Coverage
 from aoquant.tools.doctor import check_device
@@ -133,6 +137,28 @@ def model_on_meta(model: Path, dtype: torch.dtype | str = "auto") -> PreTrainedM
         ValueError: the folder holds no float checkpoint of a model that transformers knows.
     """
     return empty_model(model, _stored(model), dtype)
+
+
+def check_export(
+    model: Path, config: Any, layout: str, *, dtype: str, calibrated: bool, skip_incompatible: bool
+) -> None:
+    """Raise what `aoquant.export` would raise for a checkpoint that is not converted yet, where values do not decide.
+
+    calibrated: calibration will find static scales, so layers are planned as they are prepared.
+
+    Raises:
+        ValueError: the folder cannot be converted, or its tokenizer or a layer does not fit the layout.
+    """
+    empty = model_on_meta(model, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # conversion and export repeat them
+        if calibrated:
+            asked = QATConfig(config, step="prepare")
+            found = checked_plan(empty, asked, skip_incompatible=skip_incompatible)
+        else:
+            found = ptq_plan(empty, config, skip_incompatible=skip_incompatible)
+        quantise_caches(empty, config, skip_incompatible=skip_incompatible)
+        check_fits(foresee.planned(empty, [*found.layers, *found.experts], model), layout)
 
 
 def _stored(source: Path) -> dict[str, StoredTensor]:

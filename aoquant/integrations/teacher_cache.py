@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant._messages import progress
-from aoquant.files.atomic import give_place
+from aoquant.files.atomic import absent, give_place, unlock
 from aoquant.files.safetensors_file import StoredTensor, digest, header, reserve
 from aoquant.integrations.launched import Ranks
 from aoquant.integrations.losses import chunk_rows, hidden_states, logits_of, sent_to
@@ -167,10 +167,11 @@ class TeacherCache:
         """
         missing = [block for block in dict.fromkeys(blocks.flatten().tolist()) if block not in self.places]
         each = self.window * (8 * self.k + 4)
-        lock = FileLock(self.folder / ".lock", timeout=0)
+        lock, made = FileLock(self.folder / ".lock", timeout=0), list[Path]()
 
         def begin() -> int:
             """Take the folder; returns the number of its next file."""
+            made.extend(absent(self.folder))
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire()
@@ -198,7 +199,7 @@ class TeacherCache:
             for i in range(len(files)):
                 self._take(self.folder / f"{number + i:06}.safetensors")
         finally:
-            lock.release()
+            unlock(lock, made)
 
     def _write(self, path: Path, indices: list[int], compute: Callable[[Tensor], TopK], bar: Any) -> None:
         n, partial = len(indices), path.with_suffix(".partial")

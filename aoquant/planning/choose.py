@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, some
+from aoquant._messages import AoquantWarning, advice, some
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
@@ -325,10 +325,11 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
         return _unprepared(model)
     if not linears:
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
+    unless = advice("filter_fn or FqnToConfig names them", "--embeddings or --layers NAME=RECIPE names them")
     return (
         f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
-        "output heads, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns"
-        f"{_instead(model)}"
+        f"output heads, embeddings and routers are skipped unless {unless}; "
+        f"check {advice('filter_fn and the patterns', '--layers and --skip')}{_instead(model)}"
     )
 
 

@@ -23,7 +23,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import AoquantWarning, advice, listed
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.distributed.fsdp import GATHER, compute_dtypes
 from aoquant.distributed.gathered import PACKED, GatheredWeight
@@ -300,11 +300,12 @@ def _not_calibrated(module: nn.Module, target: Target) -> str | None:
     if not isinstance(module, QATLayer):
         if target.recipe.input_scales == "dynamic" and not target.recipe.fitted:
             return None
-        return (
-            "its config has static activation scales or a fitted transform, which calibration finds: "
+        how = advice(
             "quantize_(model, QATConfig(config, step='prepare')), "
-            "aoquant.calibrate(model, forward_loop), then quantize_(model, QATConfig(step='convert'))"
+            "aoquant.calibrate(model, forward_loop), then quantize_(model, QATConfig(step='convert'))",
+            "calibrate it: `aoquant run`, or --ptq gptq --calibrate FILE",
         )
+        return f"its config has static activation scales or a fitted transform, which calibration finds: {how}"
     if isinstance(module, QATLinear) and not module.calibrated:
         return NOT_CALIBRATED
     if isinstance(module, QATLinear) and not held.present(module):

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from aoquant._messages import advice
 from aoquant.linear.kinds import is_layer, kind_of, why_no_kind
 from aoquant.linear.recipe import LinearRecipe
 
@@ -54,13 +55,14 @@ def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
         if unable:
             found.append(
                 f"{label}, and {_names(sharers, chosen, False)} cannot be quantised: {'; '.join(unable)}. Leave the layers of this weight "
-                "out (filter_fn, or None for their names in FqnToConfig)"
+                f"out {advice('(filter_fn, or None for their names in FqnToConfig)', 'with --skip NAME')}"
             )
         elif any(id(m) not in chosen for _, m in sharers):
             left = _names(sharers, chosen, False)
+            both = advice("choose both, with one config, by filter_fn or FqnToConfig", "choose both, by --embeddings")
             found.append(
-                f"{label}, and the config leaves out {left}, so converting would untie it: choose both, with one config, by "
-                f"filter_fn or FqnToConfig; or leave both out; or untie first, {left}.weight = nn.Parameter({left}.weight.detach().clone())"
+                f"{label}, and the config leaves out {left}, so converting would untie it: {both}; "
+                f"or leave both out; or untie first, {left}.weight = nn.Parameter({left}.weight.detach().clone())"
             )
         elif len(recipes) > 1:
             found.append(f"{label}, but the layers have different configs: give them one")

@@ -11,7 +11,6 @@ loses less.
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from aoquant.ptq.sequential import NOT_REACHED, listed_batches
 from aoquant.quantize import quantize_
 from aoquant.recipes import of_recipe_or_format
 from aoquant.report.measure import having, hooked, logits_of, planned_bytes, run, undisturbed
+from aoquant.report.render import need
 
 SEED = 0  # of the drawn tokens
 EXPERTS = re.compile(r"((?:.*\.)?experts)\..+")  # a stack of experts, or a layer of one expert of a list
@@ -89,7 +89,7 @@ class FormatChoice(FqnToConfig):
 
     def plot(self, path: str | Path) -> None:
         """Draw KL against bits, as a picture."""
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(6, 4))
+        figure = need("matplotlib.figure", "plot").Figure(figsize=(6, 4))
         axes = figure.add_subplot()
         for p in self.plans:
             axes.scatter(p.bits, p.kl, color="#e1812c" if p.name == self.chosen else "#4878a8")
@@ -97,6 +97,13 @@ class FormatChoice(FqnToConfig):
         axes.set_xlabel("bits a weight, scales included")
         axes.set_ylabel("KL to the float model, 1e-3 nats a token")
         figure.savefig(path, bbox_inches="tight")
+
+
+def check_picture(path: Path) -> None:
+    """Raise ValueError for a kind of picture that `FormatChoice.plot` cannot write. It needs matplotlib."""
+    kinds = need("matplotlib.figure", "plot").Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"{path}: matplotlib writes no {path.suffix}: name it .png, .svg or .pdf")
 
 
 def choose_formats(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import AoquantWarning, advice, listed
 from aoquant.config import QATConfig, by_layer
 from aoquant.linear.prepared import QATLinear
 from aoquant.planning.changes import Chosen
@@ -53,7 +53,8 @@ def prepare_layers(
     """
     configs, choice = {}, choose(model, recipe, filter_fn)
     if not choice.layers and not choice.stacks:
-        raise ValueError("calibrate_ptq: no layer is chosen: look at filter_fn, or at the names in the config")
+        look = advice("filter_fn, or at the names in the config", "--layers and --skip")
+        raise ValueError(f"calibrate_ptq: no layer is chosen: look at {look}")
     problems = weight_problems([*choice.layers, *choice.stacks])
     for chosen in choice.layers:
         fqn = chosen.fqn.partition(", ")[0]

@@ -26,17 +26,35 @@ from aoquant.quantize import RECORDER, quantize_
 
 
 class Recorder:
-    """A hook that keeps a model's calls. config: the name of torchao's. asked, filter_fn: of the first step."""
+    """A hook that keeps a model's calls. config: the name of torchao's. asked, filter_fn: of the first step.
+
+    Meanwhile `model.generate` makes no cache, so that each of its calls has the whole sequence and can be repeated.
+    """
 
     def __init__(self, config: str, asked: CalibrateConfig, filter_fn: Filter | None) -> None:
         self.config, self.asked, self.filter_fn, self.batches = config, asked, filter_fn, list[Any]()
         self.handle: Any = None
+        self.use_cache: Any = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Keep the calls of a model from now on."""
+        vars(model)[RECORDER] = self
+        self.handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            self.use_cache, generation.use_cache = generation.use_cache, False
+
+    def detach(self, model: nn.Module) -> None:
+        """Keep no further calls."""
+        self.handle.remove()
+        del vars(model)[RECORDER]
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            generation.use_cache = self.use_cache
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if any("Cache" in type(value).__name__ for value in (*args, *kwargs.values())):
             raise ValueError(
                 f"{type(model).__name__}: it is called with a cache, which changes, so this call cannot be repeated: calibrate on calls "
-                "without one, such as model(input_ids)"
+                "without one, such as model(input_ids) or model.generate(input_ids, use_cache=False)"
             )
         given = args
         if kwargs:
@@ -46,7 +64,18 @@ class Recorder:
             if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY} & {*kinds.values()}:
                 raise ValueError(f"{type(model).__name__}: call it with keyword arguments alone while it is observed")
             given = {k: v for k, v in bound.items() if kinds[k] is not inspect.Parameter.VAR_KEYWORD} | kwargs
-        self.batches.append(tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, given))
+        batch = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, given)
+        if self.batches and _continues(self.batches[-1], batch):
+            self.batches.pop()
+        self.batches.append(batch)
+
+
+def _continues(before: Any, now: Any) -> bool:
+    """Return whether a call has the tokens of the call before and one more, as `generate` calls a model."""
+    a, b = (batch.get("input_ids") if isinstance(batch, dict) else None for batch in (before, now))
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == 2):
+        return False
+    return b.shape == (len(a), a.shape[1] + 1) and torch.equal(b[:, :-1], a)
 
 
 def take_step(
@@ -67,9 +96,8 @@ def take_step(
     if step in ("prepare", "observe"):
         plan(model, named(asked.recipe), filter_fn, skip_incompatible=skip_incompatible)
         if recorder is not None:
-            recorder.handle.remove()
-        recorder = vars(model)[RECORDER] = Recorder(name, asked, filter_fn)
-        recorder.handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
+            recorder.detach(model)
+        Recorder(name, asked, filter_fn).attach(model)
     elif step == "prepare_for_loading":
         quantize_(model, asked.recipe, filter_fn, device, skip_incompatible=skip_incompatible)
         return
@@ -80,15 +108,13 @@ def take_step(
     elif step == "convert":
         if filter_fn is not None:
             raise ValueError(f"{name}(step='convert'): layers are chosen by step='prepare': give filter_fn to that one")
-        recorder.handle.remove()
-        del vars(model)[RECORDER]
+        recorder.detach(model)
         try:
             calibrate_ptq(
                 model, recorder.batches, asked, filter_fn=recorder.filter_fn, skip_incompatible=skip_incompatible
             )
         except BaseException:
-            vars(model)[RECORDER] = recorder
-            recorder.handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
+            recorder.attach(model)
             raise
     elif step != "prepare_for_smoothquant_smoothing_factor":  # which a fold finds when it converts
         raise ValueError(f"{name}: step {step!r} is not taken: give 'prepare' or 'convert'")

@@ -85,7 +85,7 @@ def caches(rows: Sequence[CacheRow]) -> str:
 
 
 def _table(cells: Sequence[Any], heads: Sequence[str], align: Sequence[str]) -> str:
-    tabulate = _need("tabulate", "cli").tabulate
+    tabulate = need("tabulate", "cli").tabulate
     return tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
 
 
@@ -157,7 +157,7 @@ def bars(layers: Sequence[Row], path: Path) -> None:
     series = {"weight": "weight_sqnr_db", "output": "output_sqnr_db"}
     if equal:
         series = {"weight, quantised against float": "quantisation_db"}
-    figures = _need("matplotlib.figure", "plot")
+    figures = need("matplotlib.figure", "plot")
     measured = [v for r in layers for s in series.values() if (v := getattr(r, s)) is not None and math.isfinite(v)]
     top, bottom = 1.15 * max(10.0, *measured, 0.0), min(0.0, *measured, 0.0)
     figure = figures.Figure(figsize=(9, min(1.6 + 0.42 * len(layers), 300)), dpi=110, layout="constrained")
@@ -187,7 +187,7 @@ def bars(layers: Sequence[Row], path: Path) -> None:
 
 def ladder(names: Sequence[str], values: Sequence[float], unit: str, title: str, path: Path) -> None:
     """A bar for each of a few models, with its number; lower is better."""
-    figures = _need("matplotlib.figure", "plot")
+    figures = need("matplotlib.figure", "plot")
     figure = figures.Figure(figsize=(7, 1.2 + 0.45 * len(names)), dpi=110, layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(range(len(names)), values, 0.7, color=_COLOURS[0])
@@ -210,7 +210,8 @@ def bit_equal(layers: Sequence[Row]) -> str:
     return f"prepared == converted in all {len(ran)} layer(s) (bit for bit){rest}"
 
 
-def _need(module: str, extra: str) -> Any:
+def need(module: str, extra: str) -> Any:
+    """Return a module. Raises ImportError: it is missing; names the extra that brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

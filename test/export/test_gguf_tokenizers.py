@@ -12,7 +12,7 @@ from support.export_cases import byte_level, converted
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from aoquant import PackedWeightConfig, export
+from aoquant import AoquantWarning, PackedWeightConfig, export
 from aoquant.export import gguf_tokenizer
 
 
@@ -114,6 +114,36 @@ def test_scores_are_the_ranks_of_merges(merges: Any, tmp_path: Path) -> None:
     a, b, ab, aba, ba, bb = keys["scores"]
     assert (ab, aba, bb) == (0.0, -1.0, -3.0) and a == b == ba < bb and keys["add_space_prefix"] is False
     assert (keys["model"], keys["pre"]) == ("llama", "default") and "merges" not in keys
+
+
+PAIR = [
+    {"SpecialToken": {"id": "<s>"}},
+    {"Sequence": {"id": "A"}},
+    {"SpecialToken": {"id": "<s>"}},
+    {"Sequence": {"id": "B"}},
+]
+
+
+@pytest.mark.parametrize("first", ["<s>", "<cls>"])
+def test_a_template_of_pairs_says_nothing_and_one_of_texts_warns(
+    first: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Gemma's tokenizer puts <bos> between two texts, which the gguf library takes for a separator that it misses."""
+    vocab = {"a": 0, "b": 1, "ab": 2, "<s>": 3, "<cls>": 4}
+    model = {"type": "BPE", "byte_fallback": True, "vocab": vocab, "merges": ["a b"]}
+    single = [{"SpecialToken": {"id": first}}, {"Sequence": {"id": "A"}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": PAIR}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "b"}))
+    keys = written({"model": model, "post_processor": template}, 5, tmp_path)
+    assert keys["add_bos_token"] is (first == "<s>")
+    assert capfd.readouterr().err == ""
+    said = [str(w.message) for w in recwarn if issubclass(w.category, AoquantWarning)]
+    if first == "<s>":
+        assert said == []
+    else:
+        assert len(said) == 1 and said[0].startswith(
+            "gguf: the tokenizer of a test: Unknown leading special token '<cls>'"
+        )
 
 
 @pytest.mark.parametrize("content", [{"type": "Unigram"}, {}])

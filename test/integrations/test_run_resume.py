@@ -448,6 +448,39 @@ def test_a_killed_process_frees_its_folder(tmp_path: Path) -> None:
     assert not folder.lock.is_locked
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_refused_run_leaves_the_disk_as_it_was(run: Any, scored: list[str], there: bool, tmp_path: Path) -> None:
+    """Refused by a layer, by a block beyond the positions, and by an export that does not fit."""
+    out = tmp_path / "a" / "b" / "out"
+    if there:
+        out.mkdir(parents=True)
+    before = {*tmp_path.rglob("*")}
+    for more in (
+        ["--recipe", "int4-g32", "--skip", "model.layers.0.mlp.dwn_proj"],
+        ["--recipe", "int8-weight", "--block", "33"],
+        ["--recipe", "nvfp4", "--export", str(tmp_path / "served")],
+    ):
+        assert run(*more, "--out", str(out))[0] == 2 and scored == []
+        assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_refusal_keeps_a_run_that_can_go_on_and_the_lock_of_another_process(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Folder(job.Options(out=out)) as folder:
+        folder.begin()
+        (folder.stages / "float.json").write_text("{}")
+    kept = {*out.rglob("*")}
+    assert {path.name for path in kept} == {"stages", "command.json", "float.json"}
+    with pytest.raises(ValueError, match="another command"), Folder(job.Options(out=out, steps=7)):
+        pass
+    assert {*out.rglob("*")} == kept
+    with Folder(job.Options(out=tmp_path / "new")) as folder:
+        with pytest.raises(ValueError, match="is in use"), Folder(job.Options(out=tmp_path / "new")):
+            pass
+        assert Path(folder.lock.lock_file).exists() and folder.lock.is_locked
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_plan_is_checked_before_anything_is_scored(
     run: Any, scored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,7 @@ def test_what_the_disk_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     with pytest.raises(ValueError, match="cache: needs"):
         cached(folder, torch.arange(2), k=4)
+    assert not folder.parent.exists()
     free[0] += 1
     with pytest.raises(ValueError, match="cache: needs"):
         cached(folder, torch.arange(3), k=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ from support.models import llama
 from tokenizers.processors import TemplateProcessing
 
 from aoquant import CalibrateConfig, calibrate_ptq, cli
+from aoquant.export import check
+from aoquant.files import atomic
+from aoquant.integrations import calibrated, stream
 from aoquant.integrations.calibrated import calibration, convert_calibrated
 from aoquant.integrations.hf import load_pretrained, save_pretrained
+from aoquant.integrations.job import engine_format
 from aoquant.linear.tensor import same_bits
 from aoquant.ptq import gptq
+from aoquant.recipes import list_recipes, mixed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens for K")
 HOW: dict[str, Any] = {"samples": 6, "length": 48, "dtype": "auto"}
@@ -66,6 +72,37 @@ def test_what_is_refused_leaves_nothing(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"model", "text.jsonl"}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--length 4000", "length must be at most the model's max_position_embeddings = 64, got 4000"),
+        ("--length 65", "= 64, got 65"),
+        ("--length 0", "length must be at least 1, got 0"),
+        ("--length -3", "length must be at least 1, got -3"),
+        ("--samples 0", "samples must be at least 1, got 0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "choose"])
+def test_a_length_beyond_the_positions_is_refused(
+    command: str, options: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder / "model"), "--calibrate", str(folder / "text.jsonl"), *options.split()]
+    if command == "convert":
+        given += ["--recipe", "int4-g32", "--ptq", "gptq", "--out", str(folder / "out")]
+    else:
+        given += ["--candidates", "int4-g32", "int8-weight", "--bits", "6"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, *given])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert {p.name for p in folder.iterdir()} == {"model", "text.jsonl"}
+
+
+def test_by_default_sequences_are_as_long_as_the_positions(folder: Path) -> None:
+    for longest, length in ((2048, 64), (32, 32)):
+        given = folder / "model", folder / "text.jsonl", 6, None, "cpu", "auto"
+        assert calibration(*given, longest=longest)[2][0]["input_ids"].shape == (6, length)
+
+
 def test_weights_stay_in_their_files(folder: Path) -> None:
     """On Linux, weights that transformers loads as they are stored are mapped: no memory of the process holds them."""
     model, _, _ = calibration(folder / "model", folder / "text.jsonl", 6, 48, "cpu", "auto")
@@ -92,10 +129,110 @@ def test_convert_says_what_export_of_its_folder_would(folder: Path, capsys: Any)
         assert ("aoquant export" in said) is fits and ("self_attn.q_proj" in said) is not fits
 
 
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a layer is encoded or a block is calibrated."""
+
+    def works(*_: object, **__: object) -> None:
+        raise AssertionError("a weight was converted")
+
+    monkeypatch.setattr(stream, "_fill", works)
+    monkeypatch.setattr(calibrated, "calibrate_ptq", works)
+
+
+FLOAT = {"model", "text.jsonl"}
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("ptq", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "options", "said"),
+    [
+        ("int4-g32", {}, "self_attn.q_proj: no scheme holds int4-g32"),
+        ("nvfp4", {}, "self_attn.q_proj: its outer scale is no power of two"),
+        ("vllm-w4a16-g32", {"embeddings": True}, "embed_tokens: it is an embedding that is tied to another layer"),
+        ("vllm-nvfp4", {"embeddings_recipe": "vllm-w4a16-g32"}, "an embedding that is tied to another layer"),
+        ("gguf-q4_0", {"layers": ("re:.*q_proj=fp8-row/",)}, "q_proj: no ggml type holds fp8-row"),
+    ],
+)
+def test_an_export_that_does_not_fit_is_refused_before_the_work(
+    recipe: str, options: dict[str, Any], said: str, ptq: bool, folder: Path
+) -> None:
+    llama(vocab_size=len(byte_level()), tie_word_embeddings=True).save_pretrained(folder / "model")
+    how: dict[str, Any] = {"ptq": "gptq", "calibrate": folder / "text.jsonl"} if ptq else {}
+    if recipe == "vllm-nvfp4" and not ptq:
+        said = "its config has static activation scales"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cli.convert(folder / "model", recipe, folder / "out", **options, **how, export=folder / "served")
+    assert {p.name for p in folder.iterdir()} == FLOAT
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("ptq", [False, True])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"out": "text.jsonl/out"}, "text.jsonl is no folder"),
+        ({"out": "locked/out"}, "nothing can be made in "),
+        ({"export": "text.jsonl/served"}, "text.jsonl is no folder"),
+        ({"export": "locked/a/served"}, "nothing can be made in "),
+        ({"export": "out"}, "out will hold --out "),
+        ({"export": "a", "out": "a/b"}, "a will hold --out "),
+        ({"max_shard_size": "0"}, "max_shard_size is a size above 0"),
+        ({"device": "cuda:77"}, "device must be one that torch finds here"),
+        ({"recipe": "torchao-fp8-int4"}, "Int4PreshuffledTensor"),
+    ],
+)
+def test_what_would_end_a_conversion_late_is_refused_before_the_work(
+    options: dict[str, str], said: str, ptq: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama(vocab_size=len(byte_level()), hidden_size=128, intermediate_size=128).save_pretrained(folder / "model")
+    (folder / "locked").mkdir()
+    access = atomic.os.access  # root may write anywhere
+    monkeypatch.setattr(atomic.os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
+    how: dict[str, Any] = {"ptq": "gptq", "calibrate": folder / "text.jsonl"} if ptq else {}
+    given: dict[str, Any] = {"recipe": "vllm-w4a16-g32", "out": "out", **options}
+    for name in {"out", "export"} & given.keys():
+        given[name] = folder / given[name]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cli.convert(folder / "model", **given, **how)
+    assert {p.name for p in folder.iterdir()} == FLOAT | {"locked"}
+
+
+@pytest.mark.parametrize("recipe", [r.name for r in list_recipes() if not r.experts])
+def test_a_plan_is_refused_where_its_export_is(recipe: str, folder: Path) -> None:
+    """Of every recipe, rounded to the nearest: the check before refuses no conversion that export takes."""
+    config = mixed(recipe)
+    layout, size = engine_format(config), {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
+    llama(vocab_size=len(byte_level()), **size).save_pretrained(folder / "model")
+
+    def refused(check: Any, *given: Any, **how: Any) -> bool:
+        try:
+            check(*given, **how)
+        except ValueError:
+            return True
+        return False
+
+    how: dict[str, Any] = {"dtype": "auto", "skip_incompatible": False}
+    foreseen = refused(stream.check_export, folder / "model", config, layout, calibrated=False, **how)
+    late = refused(stream.convert_checkpoint, folder / "model", config, folder / "out") or refused(
+        check, folder / "out", layout
+    )
+    assert foreseen == late
+    refused(stream.check_export, folder / "model", config, layout, calibrated=True, **how)  # raises nothing else
+
+
 def test_a_refused_export_says_that_the_converted_folder_is_there(folder: Path) -> None:
+    """Siblings' scales of the whole weight differ, which only the values say."""
     with pytest.raises(ValueError, match=r"(?s)out is written, and whole; .*served is not: .*self_attn"):
-        cli.convert(folder / "model", "int4-g32", folder / "out", export=folder / "served")
+        cli.convert(folder / "model", "fp8-tensor/", folder / "out", export=folder / "served")
     assert load_pretrained(folder / "out") is not None and not (folder / "served").exists()
+
+
+def test_embeddings_alone_are_converted(folder: Path) -> None:
+    given = folder / "model", CalibrateConfig(mixed("int8-weight", ["model.embed_tokens"])), folder / "out"
+    report = convert_calibrated(*given, folder / "text.jsonl", **HOW)
+    assert [row.layer for row in report.rows] == ["model.embed_tokens"] and (folder / "out").is_dir()
 
 
 def test_calibration_begins_as_the_tokenizer_begins_documents(folder: Path) -> None:

@@ -15,6 +15,7 @@ from torchao.prototype.smoothquant import SmoothQuantConfig
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
 from aoquant import CalibrateConfig, Int4WeightConfig, PackedWeightConfig, QATConfig, calibrate_ptq, quantize_
+from aoquant.quantize import RECORDER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES = [torch.randint(0, 128, (4, 40), generator=torch.Generator().manual_seed(i)) for i in range(2)]
@@ -100,7 +101,31 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=r"LlamaForCausalLM: AWQConfig's first step.*step='convert'"):
             other()
     with pytest.raises(ValueError, match="called with a cache"):
-        net.generate(BATCHES[0][:1], max_new_tokens=2)
+        net.generate(BATCHES[0][:1], max_new_tokens=2, use_cache=True)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_generates_is_calibrated_on_what_it_wrote(name: str, beams: int) -> None:
+    """generate has a cache before and afterwards; meanwhile each sequence counts once, at its full length."""
+    cls, first, base = CONFIGS[name]
+    net, direct = model(), model()
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+    wanted, uses = net.generate(BATCHES[0], **how), net.generation_config.use_cache
+    quantize_(net, cls(base_config=base, step=first))
+    for prompt in (BATCHES[0], BATCHES[1]):
+        made = net.generate(prompt, **how)
+        if prompt is BATCHES[0]:
+            assert torch.equal(made, wanted)
+    batches = list(vars(net)[RECORDER].batches)
+    seen = [batch["input_ids"] for batch in batches]
+    if beams == 1:
+        assert [ids.shape for ids in seen] == [(4, 43)] * 2 and torch.equal(seen[0], wanted[:, :-1])
+    quantize_(net, cls(base_config=base, step="convert"))
+    assert net.generation_config.use_cache is uses
+    calibrate_ptq(direct, batches, cls(base_config=base, step="convert"))
+    assert torch.equal(outputs(net), outputs(direct))
+    assert net.generate(BATCHES[0], **how).shape == wanted.shape
 
 
 def test_a_model_to_load_into_is_that_of_the_base_config() -> None:

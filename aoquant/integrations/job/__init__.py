@@ -47,7 +47,7 @@ from aoquant.integrations.job.models import (
     why_not_run,
 )
 from aoquant.integrations.job.needs import fitting
-from aoquant.integrations.job.options import GROUPS, Options, read_yaml, write_plan
+from aoquant.integrations.job.options import GROUPS, Options, check_target, read_yaml, write_plan
 from aoquant.integrations.job.records import RESULTS, check_fingerprint, environment, evaluation, logits_fingerprint
 from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
 from aoquant.integrations.job.resuming import Folder
@@ -338,6 +338,8 @@ __all__ = [
     "assets",
     "check_fingerprint",
     "check_for_engine",
+    "check_target",
+    "engine_format",
     "evaluation",
     "load_checkpoint",
     "load_float",

@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from aoquant._messages import one_line
+from aoquant.files.atomic import check_writable
 from aoquant.integrations.finetune import LOSSES, check_switch
 from aoquant.integrations.hf import check_storable
 from aoquant.integrations.job.training import PRESETS
@@ -200,8 +201,10 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
         if missing := [str(p) for p in self.train_text if not p.is_file()]:
             raise ValueError(f"train_text must be existing files, missing: {', '.join(missing)}")
 
-        if self.export is not None and self.export.exists():
-            raise ValueError(f"{self.export} exists: remove it or choose another --export")
+        if self.export is not None:
+            check_target(self.export, self.out)
+        if self.teacher_cache is not None:
+            check_writable(self.teacher_cache)
 
     def _check_training(self) -> None:
         if self.learning_rate is not None and self.learning_rates:
@@ -243,6 +246,15 @@ class Options(Model, Layers, Calibration, Training, Evaluation, Output):
     def as_json(self) -> dict[str, Any]:
         """Return the options in JSON's types."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def check_target(export: Path, out: Path) -> None:
+    """Raise ValueError where --export cannot be written, or is taken, also by --out until then."""
+    if export.exists():
+        raise ValueError(f"{export} exists: remove it or choose another --export")
+    if export.resolve() in (out.resolve(), *out.resolve().parents):
+        raise ValueError(f"{export} will hold --out {out}: choose another --export")
+    check_writable(export)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -4,7 +4,9 @@
     OUT/stages/NAME.json          a stage that is done, or a number that was measured on validation pages
     OUT/stages/NAME/              a fine-tune that is not scored yet; removed when nothing needs it any more
     OUT/aoquant_run.json          the run is complete
-    OUT/.lock                     held by rank 0 while it runs; the system frees it however a process ends
+    OUT/.lock                     held by rank 0 while it runs, then removed; a kill leaves it, and the system frees it
+
+A run that is refused before its first stage leaves no file, and no folder that it made.
 
 Stages of two different commands must not be mixed into one table, so a folder goes on with its own command alone, and
 with one process of it at a time.
@@ -26,6 +28,7 @@ import torch
 from filelock import FileLock, Timeout  # torch needs it too
 
 import aoquant
+from aoquant.files.atomic import absent, unlock
 from aoquant.files.safetensors_file import read_json
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.records import RESULTS, T, environment, read_as, write_json
@@ -41,7 +44,7 @@ class Folder:
     def __init__(self, o: Options, ranks: Ranks | None = None) -> None:
         self.out, self.stages, self.ranks = o.out, o.out / "stages", ranks or Ranks()
         self.command_file, self.command = self.stages / "command.json", _command(o)
-        self.lock = FileLock(self.out / LOCK, timeout=0)
+        self.lock, self.made = FileLock(self.out / LOCK, timeout=0), list[Path]()
         self.cuda, self.began = torch.device(o.device).type == "cuda", time.monotonic()
 
     def __enter__(self) -> Folder:
@@ -53,18 +56,19 @@ class Folder:
         try:
             self.ranks.share(self._take)
         except BaseException:
-            self.lock.release()
+            unlock(self.lock, self.made)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.lock.release()
+        unlock(self.lock, self.made)
 
     def _take(self) -> None:
         out = self.out
         foreign = not self.command_file.is_file() and out.exists()
         if foreign and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
             raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another --out")
+        self.made = absent(out)
         try:
             out.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
