@@ -170,13 +170,10 @@ class GatheredWeight(Tensor):
 
     def expert(self, index: int) -> GatheredWeight:
         """Return one expert (N, K): views of its codes and scales."""
-
-        def one(e: Encoded) -> Encoded:
-            return Encoded.of((None if t is None else t[index] for t in e.tensors), e.k)
-
-        columns = None if self.columns is None else one(self.columns)
+        rows, columns = (None if e is None else e.map(lambda t: t[index]) for e in (self.rows, self.columns))
+        assert rows is not None
         n, k = self.shape[:0:-1] if self.transposed else self.shape[1:]
-        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, one(self.rows), columns)
+        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, rows, columns)
         made.fqn = self.fqn
         return made
 

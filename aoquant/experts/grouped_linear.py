@@ -145,8 +145,7 @@ def grouped_at_once(
     if encoded is not None:
         outer = encoded.outer  # of each row, or of each expert
         outer = None if outer is None else outer.expand(*encoded.codes.shape[:2], 1)
-        parts = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
-        packed = Encoded.of(parts, encoded.k)
+        packed = encoded._replace(outer=outer).map(lambda t: t.flatten(0, 1))
     if not isinstance(w, Encoded):
         weight = with_gradient(w)
         check_dtype(given_x, w.dtype, recipe.contract)

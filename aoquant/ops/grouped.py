@@ -268,7 +268,7 @@ def _rows_of(x: Tensor | Encoded, token: Tensor | None, rows: slice) -> Tensor |
     if isinstance(x, Tensor):
         return take(x)
     total = x.codes.shape[0]
-    return Encoded.of((t if t is None or t.shape[0] != total else take(t) for t in x.tensors), x.k)
+    return x.map(lambda t: t if t.shape[0] != total else take(t))
 
 
 def _wgrad_shape(grad_SN: Tensor, ends: Tensor, x: Tensor | Encoded, transposed: bool) -> Tensor:
