@@ -133,11 +133,10 @@ def _kept(w: DTensor, keep: Sequence[bool]) -> Encoded:
     """This rank's part of the weight, cut along those mesh dimensions alone that are to be kept."""
     packed, mesh = _local(w), w.device_mesh
     format, (n, k) = packed.weight_format, w.shape
-    whole, double = (
-        _parts(format.encode(torch.empty(f * n, f * k, dtype=w.dtype, device="meta")), f * n) for f in (1, 2)
-    )
+    sizes = (torch.empty(f * n, f * k, dtype=w.dtype, device="meta") for f in (1, 2))
+    whole, double = (format.encode(w_NK).by_row.tensors for w_NK in sizes)
     gathered: list[Tensor | None] = []
-    for part, one, two in zip(_parts(packed.encoded, packed.shape[0]), whole, double, strict=True):
+    for part, one, two in zip(packed.encoded.by_row.tensors, whole, double, strict=True):
         if part is None or one is None or two is None:
             gathered.append(None)
             continue
@@ -150,11 +149,6 @@ def _kept(w: DTensor, keep: Sequence[bool]) -> Encoded:
         gathered.append(placed.redistribute(placements=want).to_local().view(part.dtype))
     cut = any(kept and getattr(p, "dim", None) == 1 for p, kept in zip(w.placements, keep, strict=True))
     return Encoded.of(gathered, packed.k if cut else k)
-
-
-def _parts(e: Encoded, rows: int) -> tuple[Tensor | None, ...]:
-    """The four tensors of an Encoded, the outer scale one per row, as PackedTensor keeps it."""
-    return e.codes, e.scale, e.zero, None if e.outer is None else e.outer.expand(rows, 1).contiguous()
 
 
 def _local(w: DTensor) -> PackedTensor:

@@ -129,14 +129,6 @@ class Call:
         self.__dict__["alpha_w"] = made.alpha
         return made.matrix.to(out or self.dtype)
 
-    def x_decoded(self) -> Tensor:
-        """Return (M, K) values in `dtype`."""
-        return self.x_matrix(operand=False)
-
-    def w_decoded(self) -> Tensor:
-        """Return (N, K) values in `dtype`."""
-        return self.w_matrix(operand=False)
-
     def integers(self) -> tuple[Tensor, Tensor]:
         """Return x (M, K) and w (N, K) int8 codes."""
         return self.x_format.integers(self.x), self.w_format.integers(self.w)

@@ -115,8 +115,7 @@ def _made(operand: Operand, w_ENK: Tensor, ask: Ask) -> Side:
     if not operand.per_tensor:
         return codec.quantize(operand, w_RK, ask)
     if _takes_outer(operand, w_RK):
-        outer = _outer(w_RK, experts)
-        found = codec.triton.in_one_pass(operand, w_RK, ask.values, ask.operand, ask.codes, outer)
+        found = codec.triton.in_one_pass(operand, w_RK, ask._replace(measured=_outer(w_RK, experts)))
         assert found.alpha is not None
         alpha, e = found.alpha.expand(experts, n).reshape(-1, 1), found.encoded
         return Side(None if e is None else e._replace(outer=alpha), found.values, alpha)

@@ -260,11 +260,11 @@ def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: p
     monkeypatch.setattr(triton, "transform", lambda operand, x, matrix: operand.transformed(x, matrix))
     operand, x = get_operand("hadamard16+high-precision"), data("normal", 6, 192, BF16)
     want = operand.transformed(x)
-    made = triton.in_one_pass(operand, x, F32, True, True, None)
+    made = triton.in_one_pass(operand, x, Ask(True, F32))
     assert made.alpha is None and made.encoded is not None and made.values is not None
     assert_equal(made.encoded.codes, want)
     assert_equal(made.values, want.float())
-    assert triton.in_one_pass(operand, x, None, True, False, None) == Side()
+    assert triton.in_one_pass(operand, x, Ask(False)) == Side()
 
 
 def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,22 +143,20 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         if ask.held.scale is not None:
             return reference.quantize(operand, x_RK, ask)
         measured = ask.held.outer
-    return in_one_pass(operand, x_RK, ask.values, ask.operand, ask.codes, measured)
+    return in_one_pass(operand, x_RK, ask._replace(measured=measured))
 
 
-def in_one_pass(
-    made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
-) -> Side:
-    """Codes and scales if `keep`, values in `dtype` unless it is None, and the operand's alpha."""
-    ask = Ask(keep, dtype, operand, measured=measured)
-    format, kernels, mix = made.format, kernels_of(made.format), None
-    if made.transform is not None:
-        if kernels is not None and kernels.mixes and isinstance(made.transform, Hadamard):
-            mix = made
+def in_one_pass(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    """Make codes, values, and the operand's alpha; of `ask`: codes, values, operand and measured."""
+    format, kernels, mix = operand.format, kernels_of(operand.format), None
+    if operand.transform is not None:
+        if kernels is not None and kernels.mixes and isinstance(operand.transform, Hadamard):
+            mix = operand
         else:
-            x_RK = transform(made, x_RK, None)
+            x_RK = transform(operand, x_RK, None)
             if format.lossless:
-                return Side(format.encode(x_RK) if keep else None, None if dtype is None else x_RK.to(dtype), None)
+                values = None if ask.values is None else x_RK.to(ask.values)
+                return Side(format.encode(x_RK) if ask.codes else None, values)
     assert kernels is not None
     side: Side = kernels.encoders(format).encode(format, x_RK, ask, mix)
     return side

@@ -32,9 +32,9 @@ from aoquant.formats import (
     NVFP4Search,
 )
 
-from .. import codec, native
+from .. import codec, linear_plan, native
 from ..call import Call
-from ..linear_plan import CUDA_FORMATS, LinearPlan
+from ..linear_plan import CUDA_FORMATS
 from ..native import aligned, is_aligned
 from ..router import Backend, Multiply, Request
 
@@ -117,8 +117,7 @@ def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = Non
     assert how is not None
     even, odd = f.shifts
     has_zero, has_alpha = w.zero is not None, alpha_of(f, w) is not None
-    plan = LinearPlan(how, encoder, f.block or 1, f.tile_rows, even, odd != even, has_zero, has_alpha, dtype)
-    return plan.packed()
+    return linear_plan.packed(how, encoder, f.block or 1, f.tile_rows, even, odd != even, has_zero, has_alpha, dtype)
 
 
 def alpha_of(f: Format, w: Encoded) -> Tensor | None:
