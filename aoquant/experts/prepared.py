@@ -143,7 +143,8 @@ class QATExperts(PreparedModule):
         """The forward over parameters that are no DTensors."""
         if torch.compiler.is_compiling() and any(isinstance(getattr(self, n), GatheredWeight) for n in self.stacks):
             return self._forward_outside(hidden_states, top_k_index, top_k_weights)
-        if self.fake_quant and not self._eager and all(self._joins(name) for name in self.stacks):
+        stacks = ((p.recipe, getattr(self, name), self.is_transposed) for name, p in self.stacks.items())
+        if self.fake_quant and not self._eager and all(why_not_at_once(*stack) is None for stack in stacks):
             return self._forward_routed(hidden_states, top_k_index, top_k_weights, True)
         return self._forward_in_a_loop(hidden_states, top_k_index, top_k_weights)
 
@@ -151,9 +152,6 @@ class QATExperts(PreparedModule):
     def _forward_outside(self, *routed: Tensor) -> Tensor:
         """The forward over codes, outside a compiler's graph."""
         return self._forward_whole(*routed)
-
-    def _joins(self, name: str) -> bool:
-        return why_not_at_once(self.stacks[name].recipe, getattr(self, name), self.is_transposed) is None
 
     @torch.compiler.disable
     def _forward_in_a_loop(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

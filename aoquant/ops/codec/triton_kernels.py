@@ -141,10 +141,6 @@ def _has_float8(f: Float8) -> bool:
     return square and not f.fixed and not f.wide and not f.pow2 and f.low is None and f.high is None
 
 
-def _has_dialect(f: NVFP4Dialect) -> bool:
-    return f.tile == 1 or (f.dialect == "te" and not f.fixed)
-
-
 KERNELS = (
     Kernels("blockscaled_kernels", (MX,), mixes=True, strips=lambda f: True, stacked=lambda f: True),
     Kernels(
@@ -162,7 +158,7 @@ KERNELS = (
     Kernels(
         "dialect_kernels",
         (NVFP4Dialect,),
-        has=_has_dialect,
+        has=lambda f: f.tile == 1 or (f.dialect == "te" and not f.fixed),
         encoder=lambda f: "tile_kernels" if f.tile > 1 else "",
         strips=lambda f: f.dialect == "te" and f.tile == 1 and not f.fixed,
     ),
