@@ -333,11 +333,10 @@ def of_codes(a: Encoded, b: Encoded, gemm: BackwardGemm, dtype: torch.dtype) -> 
 
 def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:
     """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x. part: that x^T is."""
-    held = None if part is None else part.scales(operand, _padded(x_RC.t(), multiple))
+    source = _Source.of(x_RC.t(), operand, multiple, None, 0, part)
     if not x_RC.shape[0]:  # formats have no scale for nothing
         return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
-    x_CR = _padded(x_RC.t(), multiple)
-    return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
+    return source.codes()
 
 
 def _padded(x_RC: Tensor, multiple: int) -> Tensor:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Operand
+from aoquant.formats import Encoded, Format, Operand
 
 from . import codec
 from .quantized import Ask
-from .router import Request, routed
+from .router import Backend, Multiply, Request, routed
 
 
 def gemm_request(
@@ -151,3 +151,28 @@ class Call:
         found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, *sizes)
         y: Tensor = found.run(self)
         return y
+
+
+def of_product(
+    name: str,
+    priority: int,
+    why_not: Callable[[Request], str | None],
+    product: Callable[[Format, Encoded, torch.dtype], Multiply],
+    *,
+    of_codes: bool = False,
+    reads: Callable[[Tensor], bool] = Tensor.is_contiguous,
+) -> Backend:
+    """Return the backend of a product with a packed W, which decodes it inside.
+
+    product: of W's format, W and the dtype of x. of_codes: of x's codes, else of x's values. reads: whether a kernel
+        reads a tensor of W as it lies. It must not be bound to a copy, which would miss later writes in place.
+    """
+
+    def run(c: Call) -> Tensor:
+        x_MK = c.x.codes if of_codes and c.x is not None else c.x_matrix()
+        return c.shaped(product(c.w_format, c.w, c.dtype)(x_MK, c.alpha_x, c.bias))
+
+    def bind(r: Request, w: Encoded) -> Multiply | None:
+        return product(r.w_format, w, r.dtype) if all(t is None or reads(t) for t in w.tensors[:3]) else None
+
+    return Backend(name, priority, why_not, run, reads_codes=True, bind=bind)

@@ -214,10 +214,10 @@ def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, na
 def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands in for its library: what is tested is how it is called, in every role."""
 
-    def library(f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
+    def library(f: Format, x: Tensor, ask: Ask) -> Side:
         e = f.encode(x)
-        assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
-        values = x.new_empty(0) if dtype is None else (f.operand if operand else f.decode)(e, dtype)
+        assert ask.measured is None or (e.outer is not None and torch.equal(ask.measured, e.outer))
+        values = x.new_empty(0) if ask.values is None else (f.operand if ask.operand else f.decode)(e, ask.values)
         return Side(e, values, e.outer)
 
     monkeypatch.setattr(cuda, "_encoder", lambda format: library)

@@ -33,10 +33,10 @@ from aoquant.formats import (
 )
 
 from .. import codec, linear_plan, native
-from ..call import Call
+from ..call import of_product
 from ..linear_plan import CUDA_FORMATS
 from ..native import aligned, is_aligned
-from ..router import Backend, Multiply, Request
+from ..router import Multiply, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
 _KINDS: dict[type[Format], str] = {
@@ -139,13 +139,8 @@ def _too_many(r: Request, most: int) -> str | None:
     return None if r.m <= most else f"is for up to {most} rows: with more it is faster to decode W once"
 
 
-def _cuda(c: Call) -> Tensor:
-    x_MK = c.x_matrix()
-    return c.shaped(_cuda_product(c.w_format, c.w)(aligned(x_MK), c.alpha_x, c.bias))
-
-
-def _cuda_product(f: Format, w: Encoded) -> Multiply:
-    """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
+def _cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
+    """x (M, K) -> y (M, N) with W's tensors as the kernel reads them."""
     how = kind(f)
     assert how is not None
     multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts)
@@ -156,24 +151,13 @@ def _cuda_product(f: Format, w: Encoded) -> Multiply:
         if bias is not None:
             bias = (bias if bias.dtype in (x_MK.dtype, torch.float32) else bias.float()).contiguous()
         # alpha_w anew: where it is not W's own outer scale, it is computed of one that may have been written since
-        y_MN: Tensor = multiply(x_MK, codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
+        y_MN: Tensor = multiply(aligned(x_MK), codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
         return y_MN
 
     return product
 
 
-def _bind_cuda(r: Request, w: Encoded) -> Multiply | None:
-    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
-        return None  # it would multiply a copy, which codes written in place do not reach
-    product = _cuda_product(r.w_format, w)
-    return lambda x_MK, alpha_x, bias: product(aligned(x_MK), alpha_x, bias)
-
-
-def _triton(c: Call) -> Tensor:
-    return c.shaped(_triton_product(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
-
-
-def _triton_product(f: Format, w: Encoded) -> Multiply:
+def _triton_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     from ..triton import few_rows_kernels, launch
 
     how = kind(f)
@@ -187,8 +171,6 @@ def _triton_product(f: Format, w: Encoded) -> Multiply:
 
 
 BACKENDS = (
-    Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True, bind=_bind_cuda),
-    Backend(
-        "triton-decode", 7, _why_not_triton, _triton, reads_codes=True, bind=lambda r, w: _triton_product(r.w_format, w)
-    ),
+    of_product("cuda-decode", 8, _why_not_cuda, _cuda_product, reads=is_aligned),
+    of_product("triton-decode", 7, _why_not_triton, _triton_product, reads=lambda t: True),  # copies in each call
 )
