@@ -186,8 +186,7 @@ class GatheredWeight(Tensor):
     @property
     def grad(self) -> Tensor | None:
         owner = self if self.master is None or TracingContext.try_get() is not None else self.master
-        grad: Tensor | None = _GRAD.__get__(owner)  # a compiler wants one of the weight's dtype
-        return grad
+        return _GRAD.__get__(owner)  # a compiler wants one of the weight's dtype
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -276,8 +275,7 @@ def with_gradient(w: Tensor) -> Tensor:
     """Return a weight through which a gradient reaches the master of its codes; a weight without one as it is."""
     if not isinstance(w, GatheredWeight) or w.master is None:
         return w
-    found: Tensor = WithMaster.apply(w.master, w)  # type: ignore[no-untyped-call]
-    return found
+    return WithMaster.apply(w.master, w)  # type: ignore[no-untyped-call]
 
 
 class Experts(torch.autograd.Function):

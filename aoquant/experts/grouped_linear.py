@@ -160,8 +160,7 @@ def _applied(
     x: Tensor, w: Tensor | None, ends: Tensor, token: Tensor | None, place: Tensor | None, given: Given
 ) -> Tensor:
     """`GroupedLinear`, one call to a compiler, as `function._applied` is."""
-    y: Tensor = GroupedLinear.apply(x, w, ends, token, place, given)  # type: ignore[no-untyped-call]
-    return y
+    return GroupedLinear.apply(x, w, ends, token, place, given)  # type: ignore[no-untyped-call]
 
 
 def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool = False) -> str | None:
@@ -260,5 +259,4 @@ def grouped_bias(y: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tenso
     """
     if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and transformers adds them in place
         return (y + bias[expert]).to(y.dtype)
-    added: Tensor = GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]
-    return added
+    return GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]

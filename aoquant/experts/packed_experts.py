@@ -258,8 +258,7 @@ def _grouped_mm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
             "packed experts take grouped_mm(x (S, K), w (E, K, N), offs=offsets) without bias, in the input's dtype: transpose "
             "(E, N, K) experts with w.transpose(-2, -1)"
         )
-    y: Tensor = grouped(x, w, offs)
-    return y
+    return grouped(x, w, offs)
 
 
 def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:

@@ -157,8 +157,7 @@ class QATExperts(PreparedModule):
     def _forward_in_a_loop(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward that asks how many tokens each expert has, and multiplies expert by expert."""
         if not self.fake_quant:
-            y: Tensor = self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
-            return y
+            return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
         return self._forward_routed(hidden_states, top_k_index, top_k_weights, False)
 
     @property

@@ -150,8 +150,7 @@ class Stack:
             return self.w.unbind(0)
         if self.w.key != self.recipe.key:
             raise ValueError(f"{self.fqn} is gathered as codes of another recipe: call quantized_all_gather again")
-        found: tuple[Tensor, ...] = Experts.apply(with_gradient(self.w))  # type: ignore[no-untyped-call]
-        return found
+        return Experts.apply(with_gradient(self.w))  # type: ignore[no-untyped-call]
 
     def _matrix(self, expert: int) -> Tensor:
         """Return one expert as (N, K): a transposed one is copied, because encoders read rows."""

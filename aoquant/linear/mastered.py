@@ -142,8 +142,7 @@ class MasterCodes:
 
 def codes_of(master: Tensor) -> MasterCodes | None:
     """Return the codes that follow a parameter, if it is a master."""
-    found: MasterCodes | None = getattr(master, _CODES, None)
-    return found
+    return getattr(master, _CODES, None)
 
 
 class Mastered(PreparedModule):

@@ -149,8 +149,7 @@ class Call:
         x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
         sizes = m, w.shape[0], self.k, self.w_operand.scale_dtype(self.given_w)
         found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, *sizes)
-        y: Tensor = found.run(self)
-        return y
+        return found.run(self)
 
 
 def of_product(

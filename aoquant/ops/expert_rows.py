@@ -41,7 +41,7 @@ def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Te
 def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None, *, many: bool) -> Tensor:
     """`multiply`, where csrc takes it, for few or many rows of each expert."""
     alpha_w = format.alpha(w)
-    y_SN: Tensor = native.operator("experts_mm")(
+    return native.operator("experts_mm")(
         native.aligned(x_SK),
         ends.contiguous(),
         native.aligned(w.codes),
@@ -52,7 +52,6 @@ def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Ten
         few_rows.plan_of(format, w, x_SK.dtype),
         many,
     )
-    return y_SN
 
 
 def takes(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor) -> bool:

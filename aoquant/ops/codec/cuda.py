@@ -119,8 +119,7 @@ def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
     """`format.measure(x).outer`."""
     if format.outer != "dynamic":
         return format.measure(x).outer
-    outer: Tensor = native.operator("outer_scale")(x, reciprocal(format.top), PTS_FLOOR)
-    return outer
+    return native.operator("outer_scale")(x, reciprocal(format.top), PTS_FLOOR)
 
 
 # exactly these classes: a subclass is another format

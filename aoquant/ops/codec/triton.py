@@ -158,8 +158,7 @@ def in_one_pass(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
                 values = None if ask.values is None else x_RK.to(ask.values)
                 return Side(format.encode(x_RK) if ask.codes else None, values)
     assert kernels is not None
-    side: Side = kernels.encoders(format).encode(format, x_RK, ask, mix)
-    return side
+    return kernels.encoders(format).encode(format, x_RK, ask, mix)
 
 
 def decode(
@@ -183,27 +182,21 @@ def transform(
     one pass.
     """
     if isinstance(matrix, Random):
-        rotated: Tensor = imported("stochastic_kernels").rotate(operand, x_RK, matrix)
-        return rotated
+        return imported("stochastic_kernels").rotate(operand, x_RK, matrix)
     dtype = x_RK.dtype if back or operand.format.lossless else torch.float32
-    mixed: Tensor = imported("hadamard_kernels").mix(
-        x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped
-    )
-    return mixed
+    return imported("hadamard_kernels").mix(x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped)
 
 
 def saturated(operand: Operand, x_RK: Tensor) -> Tensor:
     """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
     kernels = kernels_of(operand.format)
     assert kernels is not None
-    mask: Tensor = kernels.file.saturated(operand.format, x_RK, operand)
-    return mask
+    return kernels.file.saturated(operand.format, x_RK, operand)
 
 
 def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     """Codes moved to where those of the transpose lie."""
-    moved: Tensor = imported("transposed").transposed(codes, k, padded, bits)
-    return moved
+    return imported("transposed").transposed(codes, k, padded, bits)
 
 
 def sides(

@@ -97,7 +97,7 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     multiply = native_cpu.operator("decode_mm")
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
-        y_MN: Tensor = multiply(
+        return multiply(
             x_MK.contiguous(),
             told.codes,
             told.scale,
@@ -108,7 +108,6 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
             told.kind,
             told.group,
         )
-        return y_MN
 
     return product
 
@@ -142,8 +141,7 @@ def _integer_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         x_MK = x_MK.to(torch.int8).contiguous()
-        y_MN: Tensor = multiply(x_MK, codes, alpha_x, f.alpha(w), _taken(bias), dtype == torch.bfloat16)
-        return y_MN
+        return multiply(x_MK, codes, alpha_x, f.alpha(w), _taken(bias), dtype == torch.bfloat16)
 
     return product
 

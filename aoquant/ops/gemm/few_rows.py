@@ -151,8 +151,7 @@ def _cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
         if bias is not None:
             bias = (bias if bias.dtype in (x_MK.dtype, torch.float32) else bias.float()).contiguous()
         # alpha_w anew: where it is not W's own outer scale, it is computed of one that may have been written since
-        y_MN: Tensor = multiply(aligned(x_MK), codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
-        return y_MN
+        return multiply(aligned(x_MK), codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
 
     return product
 

@@ -60,7 +60,6 @@ def multiplier(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Mu
     def multiplied(x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and bias.dtype not in (dtype, torch.float32):
             return general(x, bias)
-        y: Tensor = call(x, codes, scale, zero, alpha, bias, plan)
-        return y
+        return call(x, codes, scale, zero, alpha, bias, plan)
 
     return multiplied

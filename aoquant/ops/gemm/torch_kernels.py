@@ -198,8 +198,7 @@ def _blockwise_kernel() -> Callable[..., Tensor] | None:
         kernels = importlib.import_module("torchao.kernel.blockwise_quantization")
     except ImportError:
         return None
-    found: Callable[..., Tensor] | None = getattr(kernels, "blockwise_fp8_gemm", None)
-    return found
+    return getattr(kernels, "blockwise_fp8_gemm", None)
 
 
 def _blockwise(c: Call) -> Tensor:
