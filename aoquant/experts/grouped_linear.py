@@ -12,6 +12,7 @@ knows the rows of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -224,14 +225,13 @@ def grouped_in_a_loop(
     Raises:
         ValueError: as `quantized_linear`.
     """
-    outputs, start = list[Tensor](), 0
-    for expert, end in enumerate(ends):
+    outputs = list[Tensor]()
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
         if end > start:
             rows, w, held = x_SK[start:end], weight_of(expert), None if scales_of is None else scales_of(expert)
             outputs.append(quantized_linear(rows, w, None, recipe, w_held=held, random=random, rank=rank))
-        start = end
-    if start < len(x_SK) or not outputs:
-        outputs.append(cast(x_SK).new_zeros(len(x_SK) - start, n))
+    if (behind := len(x_SK) - ends[-1]) > 0 or not outputs:
+        outputs.append(cast(x_SK).new_zeros(behind, n))
     return torch.cat(outputs)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
@@ -92,7 +93,7 @@ class QATExperts(PreparedModule):
 
     def values(self, name: str) -> Tensor:
         """Return the parameter that is encoded, in the module's own layout."""
-        return cast(Tensor, getattr(self, name))
+        return getattr(self, name)
 
     def states(self, *stacks: str) -> list[str]:
         """Names of the buffers that belong to the training of `stacks`, by default of all: states of random numbers and
@@ -212,7 +213,7 @@ class QATExperts(PreparedModule):
         if eager:
             assert ends is not None
             out = torch.zeros_like(hidden_states)
-            for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            for start, end in pairwise([0, *ends]):
                 out = out.index_add(0, token[start:end], y[start:end].to(out.dtype))
             return out
         shape = tokens * top_k, y.shape[-1]
@@ -250,7 +251,7 @@ class QATExperts(PreparedModule):
             y: Tensor = nn.functional.grouped_mm(x, w if self.is_transposed else w.transpose(-2, -1), offs=rows.ends)
             behind = torch.arange(len(y), device=y.device) >= rows.ends[-1]  # these it does not write
             return y.masked_fill(behind.unsqueeze(-1), 0.0)
-        hit = [(e, x[a:b]) for e, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if b > a]
+        hit = [(e, x[a:b]) for e, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
         if self.is_transposed:
             products = [part @ w[e] for e, part in hit]
         else:

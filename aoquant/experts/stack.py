@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ class Stack:
         if self.show is not None:
             x = x if rows.token is None else x[rows.token]
             stops = rows.ends.tolist()
-            each = enumerate(zip([0, *stops[:-1]], stops, strict=True))
-            parts = [self._shown(x[start:stop], expert) for expert, (start, stop) in each]
+            parts = [self._shown(x[a:b], expert) for expert, (a, b) in enumerate(pairwise([0, *stops]))]
             return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], self._width)])
         if ends is None:
             return grouped_at_once(x, self.w, rows, self.recipe, self.transposed)

@@ -69,12 +69,12 @@ class Call:
         there) and w_format, of the codes; K; and w_rows, a tensor with W's N rows on its device.
         """
         x, w = self.given_x, self.given_w
-        self.x = x if isinstance(x, Encoded) else None
+        # Any: a backend knows by its contract whether there are codes, and their class
+        self.x: Any = x if isinstance(x, Encoded) else None
         if isinstance(w, Encoded):
             self.__dict__["w"], self.w_rows, self.k = w, w.codes, w.k
         else:
             self.w_rows, self.k = w, w.shape[1]
-        # Any: a backend knows the class by its contract
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
         bias, n = self.bias, self.w_rows.shape[0]

@@ -17,6 +17,7 @@ are those of multiplying the codes. The GEMMs of a backward in high precision ha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -71,9 +72,8 @@ def grouped_mm(
         values, alpha = _operand(x, x_values, token, x_operand, dtype)
         return _multiplied(values, alpha, ends, w, w_operand, transposed)
     y_SN = _empty_product(x, token, ends, w, transposed, dtype).zero_()
-    for e, rows in (
-        _hit(ends) if len(y_SN) else ()
-    ):  # each expert that has rows is one product, on the fastest backend of its request
+    # each expert that has rows is one product, on the fastest backend of its request
+    for e, rows in _hit(ends) if len(y_SN) else ():
         part = stacks.expert(w_operand, w, e, len(ends)) if isinstance(w, Encoded) else _matrix(w, e, transposed)
         made = None if x_values is None else cast(Tensor, _rows_of(x_values, token, rows))
         taken, count = _rows_of(x, token, rows), rows.stop - rows.start
@@ -137,7 +137,7 @@ def grouped_wgrad(
 def gathered_sum(rows_SK: Tensor, place_TJ: Tensor) -> Tensor:
     """(T, K): for each token the sum of its J rows, which `place_TJ` names, rounded once: the gradient of a gather."""
     if rows_SK.is_cuda and rows_SK.numel():
-        return cast(Tensor, imported(KERNELS).gathered_sum(rows_SK.contiguous(), place_TJ.contiguous()))
+        return imported(KERNELS).gathered_sum(rows_SK.contiguous(), place_TJ.contiguous())
     return rows_SK[place_TJ].sum(1)
 
 
@@ -240,11 +240,9 @@ def _blocks(experts: int, n: int, row: int) -> Iterator[_Block]:
 
 def _hit(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, and which."""
-    start = 0
-    for e, end in enumerate(ends.tolist()):
+    for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if end > start:
             yield e, slice(start, end)
-        start = end
 
 
 def _matrix(w: Tensor, e: int, transposed: bool) -> Tensor:

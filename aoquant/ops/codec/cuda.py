@@ -33,7 +33,7 @@ VALUES = 1 << 24  # of ROW_FORMATS; measured for nvfp4-row and fp8-row
 
 def why_not_encode(format: Format, device: torch.device) -> str | None:
     """Return why the library cannot encode `format` on `device`; None when it can."""
-    if _encoder(format) is None:
+    if type(format) not in _ENCODERS:
         return "encodes four-over-six, GridFlip and NVFP4's search alone"
     if format.reach == "row":
         return f"encodes under one outer scale for the tensor, not one a row: {format.name}"
@@ -87,9 +87,7 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         return Side(None, values, None if operand.reach == "block" else alpha)  # without codes
     if operand.transform is not None:  # Triton transforms, csrc encodes
         x_RK = triton.transform(operand, x_RK, None)
-    encoder = _encoder(operand.format)
-    assert encoder is not None
-    made = encoder(operand.format, native.aligned(x_RK), ask)
+    made = _ENCODERS[type(operand.format)](operand.format, native.aligned(x_RK), ask)
     return made if ask.codes else made._replace(encoded=None)
 
 
@@ -124,10 +122,6 @@ def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
 
 # exactly these classes: a subclass is another format
 _ENCODERS: dict[type[Format], Callable[..., Side]] = {FourOverSix: _grids, GridFlip: _grids, NVFP4Search: _search}
-
-
-def _encoder(format: Format) -> Callable[..., Side] | None:
-    return _ENCODERS.get(type(format))
 
 
 BACKENDS = (Backend("cuda", 20, _why_not, quantize, "quantize"),)

@@ -21,7 +21,7 @@ from aoquant.transforms import Hadamard
 from ..quantized import Ask, Quantized, Side
 from ..router import Backend, CodecRequest
 from . import reference, triton_kernels
-from .triton_kernels import imported, kernels_of
+from .triton_kernels import OF, imported, kernels_of
 
 
 @cache
@@ -148,8 +148,9 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
 
 def in_one_pass(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     """Make codes, values, and the operand's alpha; of `ask`: codes, values, operand and measured."""
-    format, kernels, mix = operand.format, kernels_of(operand.format), None
+    format, mix = operand.format, None
     if operand.transform is not None:
+        kernels = kernels_of(format)
         if kernels is not None and kernels.mixes and isinstance(operand.transform, Hadamard):
             mix = operand
         else:
@@ -157,17 +158,14 @@ def in_one_pass(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
             if format.lossless:
                 values = None if ask.values is None else x_RK.to(ask.values)
                 return Side(format.encode(x_RK) if ask.codes else None, values)
-    assert kernels is not None
-    return kernels.encoders(format).encode(format, x_RK, ask, mix)
+    return OF[type(format)].encoders(format).encode(format, x_RK, ask, mix)
 
 
 def decode(
     format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
 ) -> Tensor:
     """`tiles.decode`, by a kernel."""
-    kernels = kernels_of(format)
-    assert kernels is not None
-    values: Tensor = kernels.file.decode(format, e, dtype, operand)
+    values = OF[type(format)].file.decode(format, e, dtype, operand)
     return values if out is None else values.to(out)
 
 
@@ -189,9 +187,7 @@ def transform(
 
 def saturated(operand: Operand, x_RK: Tensor) -> Tensor:
     """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
-    kernels = kernels_of(operand.format)
-    assert kernels is not None
-    return kernels.file.saturated(operand.format, x_RK, operand)
+    return OF[type(operand.format)].file.saturated(operand.format, x_RK, operand)
 
 
 def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
@@ -203,17 +199,12 @@ def sides(
     x_RK: Tensor, row: Operand | None, col: Operand | None, padded: tuple[int, int], of_row: Ask, of_col: Ask
 ) -> Quantized:
     """Both sides of x in one pass over x."""
-    made: Quantized
     if row is not None and of_row.values is None:
-        kernels = kernels_of(row.format)
-        assert kernels is not None
-        made = kernels.file.sides(row.format, x_RK, padded[0])
-    elif row is not None and of_row.codes:
-        made = imported("operands").both_coded(x_RK.contiguous(), row, col, padded[0])
-    else:
-        dtype = (of_row if row is not None else of_col).values
-        made = imported("operands").operands(x_RK.contiguous(), row, col, *padded, dtype, of_row.random, of_col.random)
-    return made
+        return OF[type(row.format)].file.sides(row.format, x_RK, padded[0])
+    if row is not None and of_row.codes:
+        return imported("operands").both_coded(x_RK.contiguous(), row, col, padded[0])
+    dtype = (of_row if row is not None else of_col).values
+    return imported("operands").operands(x_RK.contiguous(), row, col, *padded, dtype, of_row.random, of_col.random)
 
 
 BACKENDS = tuple(

@@ -204,12 +204,12 @@ def _strip_transform(o: Operand) -> bool:
     return o.transform is None or (isinstance(o.transform, RoundedHadamard) and o.format.block == o.transform.size)
 
 
-_OF = {cls: kernels for kernels in KERNELS for cls in kernels.formats}
+OF = {cls: kernels for kernels in KERNELS for cls in kernels.formats}
 
 
 def kernels_of(format: Format) -> Kernels | None:
     """The kernels of exactly this class of formats."""
-    return _OF.get(type(format))
+    return OF.get(type(format))
 
 
 def takes_stacks(format: Format) -> bool:

@@ -57,7 +57,6 @@ def _instruction(f: Format) -> str | None:
 
 
 def _run(c: Call) -> Tensor:
-    assert c.x is not None
     if c.contract == "nvfp4_rescale":
         return nvfp4_epilogue(c, _multiply(c.w_format, c.x, c.w, None, c.dtype))
     if c.alpha_x is None and c.alpha_w is None and (c.bias is None or c.bias.dtype == c.dtype != torch.float32):

@@ -114,7 +114,6 @@ def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias,
     rounded.
     """
-    assert c.x is not None
     y_MN = (acc_MN.float() * c.x.scales).to(c.dtype)
     if c.x.zero is not None:
         row_sums = c.w_format.integers(c.w).sum(-1).float()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -117,7 +116,7 @@ def _block(
         return torch.mm(x_MK, w_NK.t()) if y_MN is None else torch.mm(x_MK, w_NK.t(), out=y_MN)
     triton = codec.has_triton(x_MK.device)
     if triton and large and imported("matmul").why_not(x_MK, w_NK) is None:
-        return cast(Tensor, imported("matmul").matmul(x_MK, w_NK, alpha_x, alpha_w, bias, y_MN))
+        return imported("matmul").matmul(x_MK, w_NK, alpha_x, alpha_w, bias, y_MN)
     rescale = imported("epilogue").rescale if triton else rescaled
     made = rescale(accumulate(x_MK, w_NK, False), alpha_x, alpha_w, bias, x_MK.dtype)
     return made if y_MN is None else y_MN.copy_(made)
