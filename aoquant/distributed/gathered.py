@@ -153,17 +153,9 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        key: str,
-        rows: Encoded,
-        columns: Encoded | None,
-        requires_grad: bool = False,
+        cls, shape: torch.Size, dtype: torch.dtype, key: str, rows: Encoded, columns: Encoded | None
     ) -> GatheredWeight:
-        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=rows.codes.device, requires_grad=requires_grad
-        )
+        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.codes.device)
         made.key, made.rows, made.columns = key, rows, columns
         made.parts = [t for e in (rows, columns) if e is not None for t in e.tensors if t is not None]
         return made

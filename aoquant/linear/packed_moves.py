@@ -169,10 +169,7 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     start, end, _ = slice(start, end).indices(packed.shape[dim])
     if step != 1:
         raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
-    if dim == 0:
-        sliced = cut_rows(packed, start, end)
-    else:
-        sliced = cut_columns(packed, start, end)
+    sliced = (cut_columns if dim else cut_rows)(packed, start, end)
     return return_and_correct_aliasing(func, args, kwargs, sliced)
 
 

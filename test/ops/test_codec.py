@@ -220,8 +220,8 @@ def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch
         values = x.new_empty(0) if ask.values is None else (f.operand if ask.operand else f.decode)(e, ask.values)
         return Side(e, values, e.outer)
 
-    monkeypatch.setattr(cuda, "_encoder", lambda format: library)
     fmt, x = get_format(name), data("outlier", 6, 192, BF16)
+    monkeypatch.setitem(cuda._ENCODERS, type(fmt), library)
     runs = {b.role: b.run for b in router._backends if b.name == "cuda"}
     e = fmt.encode(x)
     assert_equal(runs["quantize"](as_operand(fmt), x, Ask()).codes.codes, e.codes)
