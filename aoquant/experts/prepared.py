@@ -59,8 +59,7 @@ class QATExperts(PreparedModule):
         """
         if not isinstance(module, QATExperts):
             swap_class(module, prepared_class(layer_class(module)))  # type: ignore[arg-type]
-            assert isinstance(module, cls)
-            module.stacks, module.fake_quant = {}, True
+            vars(module).update(stacks={}, fake_quant=True)
         assert isinstance(module, cls)
         module.stacks[name] = prepared
         if prepared.recipe.draws and _random(name) not in module._buffers:

@@ -30,12 +30,9 @@ def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Te
         return by_csrc(format, w, x_SK, ends, alpha_x, many=False)
     from .triton import grouped_rows, launch
 
-    how = few_rows.kind(format)
-    assert how is not None
     with launch.on(x_SK):
-        programs = 2 * launch.multiprocessors(x_SK.device)
-        alpha_w = format.alpha(w)
-        return grouped_rows.decode_mm(format, how, w, x_SK, ends, alpha_x, alpha_w, programs)
+        programs, how = 2 * launch.multiprocessors(x_SK.device), few_rows.KINDS[type(format)]
+        return grouped_rows.decode_mm(format, how, w, x_SK, ends, alpha_x, format.alpha(w), programs)
 
 
 def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None, *, many: bool) -> Tensor:

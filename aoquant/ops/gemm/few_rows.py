@@ -39,7 +39,7 @@ from ..native import aligned, is_aligned
 from ..router import Multiply, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
-_KINDS: dict[type[Format], str] = {
+KINDS: dict[type[Format], str] = {
     Float8: "fp8",
     Int4: "int4",
     NVFP4: "e4m3",
@@ -57,7 +57,7 @@ def kind(f: Format) -> str | None:
     """Return how codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale;
     "gridflip"; "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
     """
-    how = _KINDS.get(type(f))  # a subclass is another format
+    how = KINDS.get(type(f))  # a subclass is another format
     fits = f.element == "e4m3" and f.reach == "row" if how == "fp8" else f.bits == 4
     return how if fits else None
 
@@ -113,8 +113,7 @@ def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = Non
     """Return what csrc is told of W, for products in `dtype`. encoder: of x, a row format's name; None: x stays as it
     is.
     """
-    how = kind(f)
-    assert how is not None
+    how = KINDS[type(f)]
     even, odd = f.shifts
     has_zero, has_alpha = w.zero is not None, alpha_of(f, w) is not None
     return linear_plan.packed(how, encoder, f.block or 1, f.tile_rows, even, odd != even, has_zero, has_alpha, dtype)
@@ -141,8 +140,7 @@ def _too_many(r: Request, most: int) -> str | None:
 
 def _cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K) -> y (M, N) with W's tensors as the kernel reads them."""
-    how = kind(f)
-    assert how is not None
+    how = KINDS[type(f)]
     multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts)
     codes, scale = aligned(w.codes), aligned(w.scales)
     zero = None if w.zero is None else aligned(w.zero)
@@ -159,8 +157,7 @@ def _cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
 def _triton_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     from ..triton import few_rows_kernels, launch
 
-    how = kind(f)
-    assert how is not None
+    how = KINDS[type(f)]
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         with launch.on(x_MK):
