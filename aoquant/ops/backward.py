@@ -312,11 +312,11 @@ def _operand(x_RC: Tensor, as_: Operand, padded: int, dtype: torch.dtype, state:
     return made
 
 
-def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
+def _random(operand: Operand, state: Tensor | None, side: int, place: Place | None = None) -> Random | None:
     if not operand.draws:
         return None
     assert state is not None
-    return Random(state, side, None)
+    return Random(state, side, place)
 
 
 def of_codes(a: Encoded, b: Encoded, gemm: BackwardGemm, dtype: torch.dtype) -> Tensor:
@@ -356,10 +356,8 @@ class _Source(NamedTuple):
     def of(
         cls, x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, part: Part | None
     ) -> _Source:
-        x_RC, random = _padded(x_RC, multiple), None
-        if operand.draws:
-            assert state is not None
-            random = Random(state, side, None if part is None else part.place.padded(multiple))
+        x_RC = _padded(x_RC, multiple)
+        random = _random(operand, state, side, None if part is None else part.place.padded(multiple))
         return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))
 
     def codes(self) -> Encoded:
