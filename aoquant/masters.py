@@ -21,7 +21,7 @@ from torchao.quantization import FqnToConfig
 from aoquant._messages import check_model
 from aoquant.config import QATConfig
 from aoquant.distributed.gathered import GatheredWeight
-from aoquant.experts.mastered_experts import hold_expert_codes
+from aoquant.experts.mastered_experts import MasteredExperts
 from aoquant.experts.prepared import QATExperts
 from aoquant.hybrid import HybridConfig
 from aoquant.linear.kinds import kind_of
@@ -59,7 +59,7 @@ class Masters(nn.Module):
         for layer in layers:
             if isinstance(layer, QATExperts):
                 turned = layer.is_transposed
-                hold_expert_codes(layer, {n: packed(layer, n, p, turned) for n, p in layer.stacks.items()})
+                hold_codes(layer, {n: packed(layer, n, p, turned) for n, p in layer.stacks.items()}, MasteredExperts)
             else:
                 kind = kind_of(layer)
                 made = packed(layer, "weight", layer.prepared, kind is not None and kind.transposed)

@@ -21,9 +21,9 @@ from torchao.quantization import FqnToConfig
 
 from aoquant._messages import AoquantWarning, check_model
 from aoquant.config import QATConfig
-from aoquant.experts.packed_experts import stacked
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Scales
+from aoquant.formats.base import joined
 from aoquant.linear import held, replaced
 from aoquant.linear.kinds import kind_of
 from aoquant.linear.prepared import Prepared
@@ -159,7 +159,10 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
         recipe = prepare_target(config).recipe
         if not anew:
             firsts = zip(*map(_held, each), strict=True)
-            choices = [Scales(*(p[0] if p[0] is None else stacked(p) for p in zip(*s, strict=True))) for s in firsts]
+            choices = [
+                Scales(*(p[0] if p[0] is None else joined(p, torch.stack) for p in zip(*s, strict=True)))
+                for s in firsts
+            ]
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from None
     for scales in choices:

@@ -6,12 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def largest(amax: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`amax` (any shape, float32), or the largest over the ranks of `group` where there are several; the default group
-    for None. Every rank of it has to call. A NaN may be lost on the way.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+def largest(amax: Tensor) -> Tensor:
+    """Return `amax` (any shape, float32), or the largest over all ranks, which all have to call. A NaN may be lost."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return amax
     amax = amax.clone()
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
     return amax

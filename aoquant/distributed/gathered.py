@@ -153,30 +153,19 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        key: str,
-        rows: Encoded,
-        columns: Encoded | None,
-        requires_grad: bool = False,
+        cls, shape: torch.Size, dtype: torch.dtype, key: str, rows: Encoded, columns: Encoded | None
     ) -> GatheredWeight:
-        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=rows.codes.device, requires_grad=requires_grad
-        )
+        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.codes.device)
         made.key, made.rows, made.columns = key, rows, columns
         made.parts = [t for e in (rows, columns) if e is not None for t in e.tensors if t is not None]
         return made
 
     def expert(self, index: int) -> GatheredWeight:
         """Return one expert (N, K): views of its codes and scales."""
-
-        def one(e: Encoded) -> Encoded:
-            return Encoded.of((None if t is None else t[index] for t in e.tensors), e.k)
-
-        columns = None if self.columns is None else one(self.columns)
+        rows, columns = (None if e is None else e.map(lambda t: t[index]) for e in (self.rows, self.columns))
+        assert rows is not None
         n, k = self.shape[:0:-1] if self.transposed else self.shape[1:]
-        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, one(self.rows), columns)
+        made = GatheredWeight(torch.Size((n, k)), self.dtype, self.key, rows, columns)
         made.fqn = self.fqn
         return made
 
@@ -189,8 +178,7 @@ class GatheredWeight(Tensor):
     @property
     def grad(self) -> Tensor | None:
         owner = self if self.master is None or TracingContext.try_get() is not None else self.master
-        grad: Tensor | None = _GRAD.__get__(owner)  # a compiler wants one of the weight's dtype
-        return grad
+        return _GRAD.__get__(owner)  # a compiler wants one of the weight's dtype
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -279,8 +267,7 @@ def with_gradient(w: Tensor) -> Tensor:
     """Return a weight through which a gradient reaches the master of its codes; a weight without one as it is."""
     if not isinstance(w, GatheredWeight) or w.master is None:
         return w
-    found: Tensor = WithMaster.apply(w.master, w)  # type: ignore[no-untyped-call]
-    return found
+    return WithMaster.apply(w.master, w)  # type: ignore[no-untyped-call]
 
 
 class Experts(torch.autograd.Function):

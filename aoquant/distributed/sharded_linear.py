@@ -101,9 +101,25 @@ def linear(
             bias_local = _Zeros.apply(bias_local)  # type: ignore[no-untyped-call]
     x_scales, w_scales = _scales(x_side, x_local, x), _scales(w_side, w_local, w)
     y_local = local(x_local, w_local, bias_local, x_scales, w_scales, parts)
-    shape = torch.Size((*x.shape[:-1], w.shape[0]))
+    return dtensor(y_local, mesh, layout.y, (*x.shape[:-1], w.shape[0]))
+
+
+def dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Return the tensor of this shape of which `local` is this rank's part; ranks may have parts of other sizes."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y_local, mesh, layout.y, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def gathered(
+    part: Tensor, mesh: DeviceMesh, have: Sequence[Placement], want: Sequence[Placement], shape: Sequence[int]
+) -> Tensor:
+    """Return a larger part of a tensor of any dtype and this shape, contiguous. have, want: placements of both parts.
+
+    A collective, of bytes where a value is one: it knows few float8 dtypes.
+    """
+    raw = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+    placed = dtensor(raw.contiguous(), mesh, have, shape)
+    return placed.redistribute(placements=want).to_local().view(part.dtype)
 
 
 @torch.compiler.disable  # a compiler would round in other places
@@ -186,27 +202,25 @@ def _scales(side: HeldOperand, shard: Tensor, whole: DTensor) -> Scales | None:
         return None
     if held is None:
         return scales(operand, shard, mesh, placements)
-    matrix = None if held.transform is None else _cut_matrix(held.transform, mesh, placements, whole.ndim - 1)
+    of_k = [Shard(0) if _is_cut(p, whole.ndim - 1) else Replicate() for p in placements]
+    matrix = None if held.transform is None else _cut(held.transform, mesh, of_k)
     if held.dynamic:  # a fitted transform alone
         return (scales(operand, shard, mesh, placements, matrix) or Scales())._replace(transform=matrix)
-    cut = (None if t is None else _cut(t, mesh, placements) for t in held.tensors)
-    return Scales(*cut)._replace(transform=matrix)
+    if any(t is not None and t.requires_grad for t in held.tensors):
+        raise ValueError("learned scales are not supported under tensor parallelism: use scales='static'")
+
+    def cut(t: Tensor) -> Tensor:
+        """Take the part of held scales that belongs to the shard; one scale for all stays."""
+        kept = [p if (d := getattr(p, "dim", None)) in (0, 1) and t.shape[d] > 1 else Replicate() for p in placements]
+        return _cut(t, mesh, kept)
+
+    return Scales(*(None if t is None else cut(t) for t in held.tensors))._replace(transform=matrix)
 
 
 def _cut(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The part of held scales, equal on all ranks, that belongs to a shard; one scale for all stays."""
-    if t.requires_grad:
-        raise ValueError("learned scales are not supported under tensor parallelism: use scales='static'")
+    """Return this rank's part of a tensor that is equal on all ranks."""
     whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    like = [p if (d := getattr(p, "dim", None)) in (0, 1) and t.shape[d] > 1 else Replicate() for p in placements]
-    return whole.redistribute(placements=like).to_local()
-
-
-def _cut_matrix(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], last: int) -> Tensor:
-    """The matrices of a fitted transform, equal on all ranks, that belong to a shard's part of K."""
-    whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    like = [Shard(0) if _is_cut(p, last) else Replicate() for p in placements]
-    return whole.redistribute(placements=like).to_local()
+    return whole.redistribute(placements=placements).to_local()
 
 
 class _Layout(NamedTuple):

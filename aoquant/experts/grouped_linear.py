@@ -12,6 +12,7 @@ knows the rows of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -145,8 +146,7 @@ def grouped_at_once(
     if encoded is not None:
         outer = encoded.outer  # of each row, or of each expert
         outer = None if outer is None else outer.expand(*encoded.codes.shape[:2], 1)
-        parts = (None if t is None else t.flatten(0, 1) for t in (*encoded.tensors[:3], outer))
-        packed = Encoded.of(parts, encoded.k)
+        packed = encoded._replace(outer=outer).map(lambda t: t.flatten(0, 1))
     if not isinstance(w, Encoded):
         weight = with_gradient(w)
         check_dtype(given_x, w.dtype, recipe.contract)
@@ -161,8 +161,7 @@ def _applied(
     x: Tensor, w: Tensor | None, ends: Tensor, token: Tensor | None, place: Tensor | None, given: Given
 ) -> Tensor:
     """`GroupedLinear`, one call to a compiler, as `function._applied` is."""
-    y: Tensor = GroupedLinear.apply(x, w, ends, token, place, given)  # type: ignore[no-untyped-call]
-    return y
+    return GroupedLinear.apply(x, w, ends, token, place, given)  # type: ignore[no-untyped-call]
 
 
 def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool = False) -> str | None:
@@ -226,14 +225,13 @@ def grouped_in_a_loop(
     Raises:
         ValueError: as `quantized_linear`.
     """
-    outputs, start = list[Tensor](), 0
-    for expert, end in enumerate(ends):
+    outputs = list[Tensor]()
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
         if end > start:
             rows, w, held = x_SK[start:end], weight_of(expert), None if scales_of is None else scales_of(expert)
             outputs.append(quantized_linear(rows, w, None, recipe, w_held=held, random=random, rank=rank))
-        start = end
-    if start < len(x_SK) or not outputs:
-        outputs.append(cast(x_SK).new_zeros(len(x_SK) - start, n))
+    if (behind := len(x_SK) - ends[-1]) > 0 or not outputs:
+        outputs.append(cast(x_SK).new_zeros(behind, n))
     return torch.cat(outputs)
 
 
@@ -261,5 +259,4 @@ def grouped_bias(y: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tenso
     """
     if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and transformers adds them in place
         return (y + bias[expert]).to(y.dtype)
-    added: Tensor = GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]
-    return added
+    return GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ without tokens gets a zero gradient in its part of the master's.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,11 +14,27 @@ from torch import Tensor
 
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded
-from aoquant.linear.mastered import MasterCodes, Mastered, hold_codes, mastered_class
+from aoquant.linear.mastered import Mastered
+
+
+class _Read:
+    """Read a packed parameter as its codes, or as the master's values where fake quantisation is off.
+
+    Not a property: a `QATReadExperts` puts a `Stack` before it for the time of a forward.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        codes = module.current_codes(self.name)
+        return codes.weight if module.fake_quant else codes.master.to(codes.weight.dtype)
 
 
 class MasteredExperts(Mastered, QATExperts):
     """Prepared experts with packed weights; made at run time, with a `_Read` for each packed parameter."""
+
+    reads = _Read
 
     def matrix(self, name: str, expert: int) -> Tensor:
         if name not in self.codes:
@@ -44,28 +59,3 @@ class MasteredExperts(Mastered, QATExperts):
         w = codes.weight
         values = torch.stack([operand.decode(w.expert(e).rows, w.dtype) for e in range(len(w))])
         return values.transpose(1, 2) if w.transposed else values
-
-
-class _Read:
-    """Read a packed parameter as its codes, or as the master's values where fake quantisation is off.
-
-    Not a property: a `QATReadExperts` puts a `Stack` before it for the time of a forward.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: Any, owner: Any = None) -> Any:
-        codes = module.current_codes(self.name)
-        return codes.weight if module.fake_quant else codes.master.to(codes.weight.dtype)
-
-
-def hold_expert_codes(module: QATExperts, codes: dict[str, MasterCodes]) -> None:
-    """Make the masters of `codes` the module's parameters, and let its forward read the codes."""
-    old: Any = type(module)  # hashable, which mypy doubts
-    hold_codes(module, codes, _class(old, *codes))
-
-
-@functools.cache
-def _class(cls: Any, *names: str) -> Any:
-    return mastered_class(MasteredExperts, cls, **{name: _Read(name) for name in names})

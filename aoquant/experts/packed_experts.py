@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from aoquant.experts.grouped_linear import Rows, grouped_at_once, grouped_in_a_loop, why_not_at_once
+from aoquant.formats import Encoded
 from aoquant.linear.checks import compute_dtype
 from aoquant.linear.function import quantized_linear
 from aoquant.linear.packed_moves import cut_columns, cut_rows
 from aoquant.linear.tensor import PackedTensor, parts_of
 
 aten = torch.ops.aten
-_PARTS = ("qdata", "scale", "zero_point", "per_tensor_scale")
 
 
 class PackedExperts(PackedTensor):
@@ -135,16 +135,8 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
             raise ValueError(
                 f"expert {index} is ({got}) and expert 0 ({wanted}): stacked experts have one format, shape and dtype"
             )
-    columns = [[getattr(e, name) for e in experts] for name in _PARTS]
-    parts = [None if c[0] is None else stacked(c) for c in columns]
+    parts = Encoded.joined([e.encoded for e in experts], torch.stack).tensors
     return experts[0]._like(PackedExperts, [*parts, None], None, None, transposed=transposed)
-
-
-def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return torch.stack, which knows no float8 under autocast."""
-    if parts[0].element_size() > 1:
-        return torch.stack(list(parts))
-    return torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)
 
 
 def _each(packed: PackedTensor, moved: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
@@ -266,8 +258,7 @@ def _grouped_mm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
             "packed experts take grouped_mm(x (S, K), w (E, K, N), offs=offsets) without bias, in the input's dtype: transpose "
             "(E, N, K) experts with w.transpose(-2, -1)"
         )
-    y: Tensor = grouped(x, w, offs)
-    return y
+    return grouped(x, w, offs)
 
 
 def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
@@ -58,8 +59,7 @@ class QATExperts(PreparedModule):
         """
         if not isinstance(module, QATExperts):
             swap_class(module, prepared_class(layer_class(module)))  # type: ignore[arg-type]
-            assert isinstance(module, cls)
-            module.stacks, module.fake_quant = {}, True
+            vars(module).update(stacks={}, fake_quant=True)
         assert isinstance(module, cls)
         module.stacks[name] = prepared
         if prepared.recipe.draws and _random(name) not in module._buffers:
@@ -92,7 +92,7 @@ class QATExperts(PreparedModule):
 
     def values(self, name: str) -> Tensor:
         """Return the parameter that is encoded, in the module's own layout."""
-        return cast(Tensor, getattr(self, name))
+        return getattr(self, name)
 
     def states(self, *stacks: str) -> list[str]:
         """Names of the buffers that belong to the training of `stacks`, by default of all: states of random numbers and
@@ -143,7 +143,8 @@ class QATExperts(PreparedModule):
         """The forward over parameters that are no DTensors."""
         if torch.compiler.is_compiling() and any(isinstance(getattr(self, n), GatheredWeight) for n in self.stacks):
             return self._forward_outside(hidden_states, top_k_index, top_k_weights)
-        if self.fake_quant and not self._eager and all(self._joins(name) for name in self.stacks):
+        stacks = ((p.recipe, getattr(self, name), self.is_transposed) for name, p in self.stacks.items())
+        if self.fake_quant and not self._eager and all(why_not_at_once(*stack) is None for stack in stacks):
             return self._forward_routed(hidden_states, top_k_index, top_k_weights, True)
         return self._forward_in_a_loop(hidden_states, top_k_index, top_k_weights)
 
@@ -152,15 +153,11 @@ class QATExperts(PreparedModule):
         """The forward over codes, outside a compiler's graph."""
         return self._forward_whole(*routed)
 
-    def _joins(self, name: str) -> bool:
-        return why_not_at_once(self.stacks[name].recipe, getattr(self, name), self.is_transposed) is None
-
     @torch.compiler.disable
     def _forward_in_a_loop(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward that asks how many tokens each expert has, and multiplies expert by expert."""
         if not self.fake_quant:
-            y: Tensor = self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
-            return y
+            return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
         return self._forward_routed(hidden_states, top_k_index, top_k_weights, False)
 
     @property
@@ -215,7 +212,7 @@ class QATExperts(PreparedModule):
         if eager:
             assert ends is not None
             out = torch.zeros_like(hidden_states)
-            for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            for start, end in pairwise([0, *ends]):
                 out = out.index_add(0, token[start:end], y[start:end].to(out.dtype))
             return out
         shape = tokens * top_k, y.shape[-1]
@@ -253,7 +250,7 @@ class QATExperts(PreparedModule):
             y: Tensor = nn.functional.grouped_mm(x, w if self.is_transposed else w.transpose(-2, -1), offs=rows.ends)
             behind = torch.arange(len(y), device=y.device) >= rows.ends[-1]  # these it does not write
             return y.masked_fill(behind.unsqueeze(-1), 0.0)
-        hit = [(e, x[a:b]) for e, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if b > a]
+        hit = [(e, x[a:b]) for e, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
         if self.is_transposed:
             products = [part @ w[e] for e, part in hit]
         else:

@@ -28,7 +28,8 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
         numbers = _numbers_of_experts(module)
         if numbers is None:
             continue
-        beside = {own: child for own, child in module.named_children() if "expert" not in own and _has_matrix(child)}
+        others = {own: child for own, child in module.named_children() if "expert" not in own}
+        beside = {own: child for own, child in others.items() if any(p.dim() == 2 for p in child.parameters())}
         called = {own: child for own, child in beside.items() if _is_called_router(own, child, numbers)}
         stacked = any(stacks_of(child) for child in module.children())
         chosen = called or {own: child for own, child in beside.items() if stacked and _has_rows(child, numbers)}
@@ -60,10 +61,6 @@ def _numbers_of_experts(module: nn.Module) -> set[int] | None:
 def _is_called_router(own: str, module: nn.Module, numbers: set[int]) -> bool:
     names = own, type(module).__name__
     return any(map(_ROUTER.search, names)) or (any(map(_GATE.search, names)) and _has_rows(module, numbers))
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return any(p.dim() == 2 for p in module.parameters())
 
 
 def _has_rows(module: nn.Module, numbers: set[int]) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from aoquant.distributed.fsdp import GATHER
+from aoquant.distributed.sharded_linear import gathered
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import parts_of
 
@@ -133,19 +134,12 @@ def _in_place(module: Any, parameters: dict[str, Any], experts: int) -> Iterator
 def gather(w: DTensor) -> Any:
     """All experts' codes and scales, on every rank. A collective."""
     local: Any = w.to_local()
-    gathered = list[Tensor | None]()
-    for part in parts_of(local):
-        if part is None:
-            gathered.append(None)
-            continue
-        raw = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
-        shape = torch.Size((w.shape[0], *part.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        placed = DTensor.from_local(
-            raw.contiguous(), w.device_mesh, w.placements, run_check=False, shape=shape, stride=stride
-        )
-        gathered.append(placed.full_tensor().view(part.dtype))
-    return local._with(gathered)
+    how = w.device_mesh, w.placements, [Replicate()] * w.device_mesh.ndim
+
+    def whole(part: Tensor) -> Tensor:
+        return gathered(part, *how, (w.shape[0], *part.shape[1:]))
+
+    return local._with([None if part is None else whole(part) for part in parts_of(local)])
 
 
 def _by_expert(w: DTensor) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ class Stack:
         if self.show is not None:
             x = x if rows.token is None else x[rows.token]
             stops = rows.ends.tolist()
-            each = enumerate(zip([0, *stops[:-1]], stops, strict=True))
-            parts = [self._shown(x[start:stop], expert) for expert, (start, stop) in each]
+            parts = [self._shown(x[a:b], expert) for expert, (a, b) in enumerate(pairwise([0, *stops]))]
             return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], self._width)])
         if ends is None:
             return grouped_at_once(x, self.w, rows, self.recipe, self.transposed)
@@ -150,8 +150,7 @@ class Stack:
             return self.w.unbind(0)
         if self.w.key != self.recipe.key:
             raise ValueError(f"{self.fqn} is gathered as codes of another recipe: call quantized_all_gather again")
-        found: tuple[Tensor, ...] = Experts.apply(with_gradient(self.w))  # type: ignore[no-untyped-call]
-        return found
+        return Experts.apply(with_gradient(self.w))  # type: ignore[no-untyped-call]
 
     def _matrix(self, expert: int) -> Tensor:
         """Return one expert as (N, K): a transposed one is copied, because encoders read rows."""

@@ -18,7 +18,7 @@ Shapes: R rows, K values along the contraction axis, G = K / group scales in a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -57,6 +57,16 @@ class Encoded(NamedTuple):
         codes, scale, zero, outer = tensors
         assert codes is not None
         return cls(codes, scale, zero, outer, k)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Encoded], join: Callable[..., Tensor]) -> Encoded:
+        """Return matrices of one format joined, tensor by tensor. join: torch.cat or torch.stack."""
+        columns = zip(*(e.tensors for e in parts), strict=True)
+        return cls.of((None if c[0] is None else joined(c, join) for c in columns), parts[0].k)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Encoded:
+        """Return the matrix with `function` of each tensor that it has."""
+        return Encoded.of((None if t is None else function(t) for t in self.tensors), self.k)
 
     @property
     def scales(self) -> Tensor:
@@ -396,8 +406,7 @@ class Format:
         rows = e.codes.shape[0]
         if any(t is not None and t.shape[0] not in (1, rows) for t in e.tensors):  # scales of blocks that span rows
             return self.decode(e, dtype).index_select(0, ids)
-        taken = (t if t is None or t.shape[0] != rows else take_rows(t, ids) for t in e.tensors)
-        return self.decode(Encoded.of(taken, e.k), dtype)
+        return self.decode(e.map(lambda t: t if t.shape[0] != rows else take_rows(t, ids)), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
         """Return (len(ids), K): rows `ids` of fake_quantize(x_RK), encoding them alone where that is exact and less
@@ -466,3 +475,10 @@ def take_rows(t: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` of t, of any dtype: torch selects rows of few float8 dtypes."""
     storage = t.view(torch.uint8) if t.element_size() == 1 else t
     return storage.index_select(0, ids).view(t.dtype)
+
+
+def joined(parts: Sequence[Tensor], join: Callable[..., Tensor]) -> Tensor:
+    """Return torch.cat or torch.stack of tensors of any dtype; torch joins few float8 ones, and none under autocast."""
+    if parts[0].element_size() > 1:
+        return join(list(parts))
+    return join([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)

@@ -79,10 +79,7 @@ class MX(Format):
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB, byte = self._blocks(x_RK).float(), s.scales.view(torch.uint8)
         y = (x_RGB * self._inverse(byte).unsqueeze(-1)).flatten(1)
-        if self.element == "e2m1":
-            codes = layout.pack(to_e2m1(y), 4)
-        else:
-            codes = to_float8(y, self.element)
+        codes = layout.pack(to_e2m1(y), 4) if self.element == "e2m1" else to_float8(y, self.element)
         return Encoded(codes, s.scales, None, None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:

@@ -52,30 +52,7 @@ class _E2M1(Format):
     """Base of the FP4 dialects: packed codes, and operands that are code times block scale, exact in bf16."""
 
     element = "e2m1"
-
-    @property
-    def bits(self) -> int:
-        return 4
-
-    @property
-    def statistic(self) -> str:
-        """Return what a block's scale is made of, and by which library's arithmetic."""
-        raise NotImplementedError
-
-    @property
-    def tiny(self) -> float:
-        """Added to the statistic."""
-        return 0.0
-
-    @property
-    def gain(self) -> float:
-        """The factor of y / s before it is rounded."""
-        return 1.0
-
-    @property
-    def post(self) -> float:
-        """The factor of a decoded block, after its scale and the outer scale."""
-        return reciprocal(self.gain)
+    bits = 4
 
     def scales(self, e: Encoded) -> Tensor:
         """(R, G) float32: the stored block scale of every row."""
@@ -119,16 +96,24 @@ class MXFP4Dialect(_E2M1):
     family = "mxfp4"
 
     @property
-    def statistic(self) -> str:  # "absmax", or "quest": the standard deviation
+    def statistic(self) -> str:
+        """Return what a block's scale is made of: "absmax", or "quest", the standard deviation."""
         return _MX[self.dialect].statistic
 
     @property
     def tiny(self) -> float:
+        """Return what is added to the statistic."""
         return _MX[self.dialect].tiny
 
     @property
     def gain(self) -> float:
+        """Return the factor of y / s before it is rounded."""
         return _MX[self.dialect].gain
+
+    @property
+    def post(self) -> float:
+        """Return the factor of a decoded block, after its scale."""
+        return reciprocal(self.gain)
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()
@@ -203,12 +188,16 @@ class NVFP4Dialect(_E2M1, OneScale):
     def beside(self) -> Format:
         return replace(self, tile=1)
 
+    tiny, gain = 0.0, 1.0  # as of `MXFP4Dialect`
+
     @property
     def statistic(self) -> str:
+        """Return by which library's arithmetic a block's scale is made."""
         return self.dialect
 
     @property
     def post(self) -> float:
+        """Return the factor of a decoded block, after its scale and the outer scale."""
         return reciprocal(NVFP4_TOP) if self.dialect == "te" else 1.0
 
     @property

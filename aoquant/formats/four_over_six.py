@@ -133,7 +133,9 @@ class FourOverSix(OneScale):
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.outer is not None
         rows, k = x_RK.shape
-        x_EB, outer = self._fold(x_RK.float()), Outer(self._of_blocks(s.outer, k // self.block))
+        row = self.outer == "row"  # which has an amax for each of its blocks (B,), and the tensor one ()
+        amax = s.outer.expand(-1, k // self.block).reshape(-1) if row else s.outer.reshape(())
+        x_EB, outer = self._fold(x_RK.float()), Outer(amax)
         finite = x_EB.isfinite().all(0)
         contest = self._contest(x_EB.mul(outer.power), outer, rows, k)
         if s.scale is None:
@@ -142,7 +144,7 @@ class FourOverSix(OneScale):
             contest.won(from_float8(s.scale, torch.float32).reshape(-1))
         scale, codes = contest.result(finite)
         packed = layout.pack(self._unfold(codes, rows, k), 4)
-        t = Outer(s.outer).t if self.outer == "row" else outer.t.view(1, 1)
+        t = Outer(s.outer).t if row else outer.t.view(1, 1)
         return Encoded(packed, scale.view(-1, k // self.block), None, t, k)
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
@@ -169,10 +171,6 @@ class FourOverSix(OneScale):
         b_B = self._ratio(absmax_of(contest.x_EB), E2M1_MAX, contest.outer)
         contest.enter(e4m3(b_B))
         contest.enter(e4m3(b_B * 1.5))
-
-    def _of_blocks(self, amax: Tensor, groups: int) -> Tensor:
-        """A row's amax for each of its blocks (B,), or the tensor's ()."""
-        return amax.expand(-1, groups).reshape(-1) if self.outer == "row" else amax.reshape(())
 
     def _contest(self, x_EB: Tensor, outer: Outer, rows: int, k: int) -> Contest:
         return Contest(x_EB, outer, self.metric, present=self._present(rows, k, x_EB.device))

@@ -146,10 +146,8 @@ class Int4Float8(Int4):
         return (self._rounded(self._blocks(self._source(x_RK, s)), s) > 7).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
-        return (self._blocks(self.operand(e, torch.float32)) == 0).all(-1) & self._holds_codes(e)
-
-    def _holds_codes(self, e: Encoded) -> Tensor:
-        return (self._blocks(self.integers(e)) != 0).any(-1)
+        holds_codes = (self._blocks(self.integers(e)) != 0).any(-1)
+        return (self._blocks(self.operand(e, torch.float32)) == 0).all(-1) & holds_codes
 
     def _inner(self, scale: Tensor) -> torch.dtype:
         """The dtype that q * s is rounded to on its way to e4m3."""

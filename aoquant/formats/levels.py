@@ -82,17 +82,6 @@ def packed(format: Format, e: Encoded, codes_RK: Tensor) -> Encoded:
     return e._replace(codes=layout.pack(codes_RK.contiguous(), format.bits).view(e.codes.dtype))
 
 
-def rows(e: Encoded, first: int, last: int, tile_rows: int = 1) -> Encoded:
-    """Return rows `first` to `last` of e; both are multiples of `tile_rows`, or the end."""
-
-    def cut(t: Tensor | None) -> Tensor | None:
-        if t is None or t.shape[0] == 1:
-            return t
-        return t[first:last] if t.shape[0] == len(e.codes) else t[first // tile_rows : -(-last // tile_rows)]
-
-    return Encoded(e.codes[first:last], cut(e.scale), cut(e.zero), cut(e.outer), e.k)
-
-
 def _every_code(format: Format, e: Encoded) -> Tensor:
     """Return all codes that `quantize` can write, as bytes (uint8) before they are packed."""
     if e.codes.dtype == torch.int8:

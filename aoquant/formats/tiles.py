@@ -97,13 +97,12 @@ def blocks(n: int, row: int) -> list[slice]:
     return [slice(start, min(start + rows, n)) for start in range(0, n, rows)] or [slice(0, n)]
 
 
-def rows_of(format: Format, e: Encoded, rows: slice) -> Encoded:
+def rows_of(format: Format | Operand, e: Encoded, rows: slice) -> Encoded:
     """Some rows of e, views; they begin at a multiple of `format.tile_rows`, and end at one or with e."""
     total, unit = e.codes.shape[0], format.tile_rows
     units = slice(rows.start // unit, -(-rows.stop // unit))
-    # a row for each of the matrix, or for each block of rows, or one for all
-    cut = (t if t is None or t.shape[0] == 1 else t[rows if t.shape[0] == total else units] for t in e.tensors)
-    return Encoded.of(cut, e.k)
+    # a row for each of the matrix, or one for all, or a row for each block of rows
+    return e.map(lambda t: t[rows] if t.shape[0] == total else t if t.shape[0] == 1 else t[units])
 
 
 def _rows(rows: int, k: int, tile: int, unit: int) -> int | None:

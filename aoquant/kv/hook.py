@@ -74,8 +74,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _straight(x: Tensor, quantised: Tensor) -> Tensor:
-    found: Tensor = StraightThrough.apply(x, quantised)  # type: ignore[no-untyped-call]
-    return found
+    return StraightThrough.apply(x, quantised)  # type: ignore[no-untyped-call]
 
 
 def fake(x: Tensor, format: KVFormat, scale: Tensor | None) -> Tensor:

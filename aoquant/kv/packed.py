@@ -86,8 +86,7 @@ class Coded(Tensor):
 def held(cache: Any, layer_idx: int) -> Tensor | None:
     """Return the keys that a cache holds for a layer; None before the first."""
     layers = getattr(cache, "layers", ())
-    found: Tensor | None = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
-    return found
+    return getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
 
 
 def attends(key: New, value: New) -> bool:

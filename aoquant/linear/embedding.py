@@ -119,8 +119,7 @@ def _applied(ids: Tensor, w: Tensor, *rest: Any) -> Tensor:
     """`_QuantizedEmbedding`, taken by a compiler as one call: see `function._applied`."""
     if unread:
         note_run(w)
-    y: Tensor = _QuantizedEmbedding.apply(ids, w, *rest)  # type: ignore[no-untyped-call]
-    return y
+    return _QuantizedEmbedding.apply(ids, w, *rest)  # type: ignore[no-untyped-call]
 
 
 @torch.compiler.allow_in_graph

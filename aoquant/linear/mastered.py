@@ -142,14 +142,16 @@ class MasterCodes:
 
 def codes_of(master: Tensor) -> MasterCodes | None:
     """Return the codes that follow a parameter, if it is a master."""
-    found: MasterCodes | None = getattr(master, _CODES, None)
-    return found
+    return getattr(master, _CODES, None)
 
 
 class Mastered(PreparedModule):
-    """Prepared module with packed weights. codes: of each packed parameter, by its name."""
+    """Prepared module with packed weights. codes: of each packed parameter, by its name. reads: makes what a class has
+    under a parameter's name; None: it has that itself.
+    """
 
     codes: dict[str, MasterCodes]
+    reads: Any = None
 
     def current_codes(self, name: str) -> MasterCodes:
         """Return the codes of a parameter, brought up to date; compiled code reads those that are there.
@@ -201,7 +203,7 @@ class Mastered(PreparedModule):
 
 
 class MasteredLinear(Mastered, QATLinear):
-    """Prepared layer with packed weights. Its class is made by `mastered_class` from the layer's own."""
+    """Prepared layer with packed weights. Its class is made by `hold_codes` from the layer's own."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -229,22 +231,17 @@ class MasteredLinear(Mastered, QATLinear):
 
 
 @functools.cache
-def _class(cls: Any) -> Any:
-    return mastered_class(MasteredLinear, cls)
+def _class(base: Any, cls: Any, *names: str) -> Any:
+    return type(f"Mastered{cls.__name__}", (base, cls), {name: base.reads(name) for name in names if base.reads})
 
 
-def mastered_class(base: Any, cls: Any, **members: Any) -> Any:
-    """Make the class of a module of class `cls` that holds codes. base: the `Mastered` of such modules."""
-    return type(f"Mastered{cls.__name__}", (base, cls), members)
-
-
-def hold_codes(module: PreparedModule, codes: dict[str, MasterCodes], cls: Any = None) -> None:
-    """Make the masters of `codes` the module's parameters. cls: its new class; by default a linear layer's."""
+def hold_codes(module: PreparedModule, codes: dict[str, MasterCodes], base: Any = MasteredLinear) -> None:
+    """Make the masters of `codes` the module's parameters. base: the `Mastered` of such modules."""
     for name, made in codes.items():
         module._parameters[name] = made.master
     vars(module)["codes"] = codes
     old: Any = type(module)  # hashable, which mypy doubts
-    swap_class(module, cls or _class(old))
+    swap_class(module, _class(base, old, *codes))
 
 
 def release_codes(module: nn.Module) -> None:

@@ -99,8 +99,7 @@ class PackedLinear(nn.Linear):
         assert scale is not None
         zero = self._zero if linear_plan.has_zero(number) else None
         alpha = None if not linear_plan.has_alpha(number) else scale if fp8 else self._outer
-        y: Tensor = torch.ops.aoquant_native.linear.default(input, codes, scale, zero, alpha, bias, number)
-        return y
+        return torch.ops.aoquant_native.linear.default(input, codes, scale, zero, alpha, bias, number)
 
     def extra_repr(self) -> str:
         return described(super().extra_repr(), self.weight)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from aoquant._messages import AoquantWarning
-from aoquant.formats import FLOAT_DTYPES
+from aoquant.formats import FLOAT_DTYPES, tiles
 from aoquant.linear.tensor import PackedTensor, parts_of, same_bits
 
 aten = torch.ops.aten
@@ -169,10 +169,7 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     start, end, _ = slice(start, end).indices(packed.shape[dim])
     if step != 1:
         raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
-    if dim == 0:
-        sliced = cut_rows(packed, start, end)
-    else:
-        sliced = cut_columns(packed, start, end)
+    sliced = (cut_columns if dim else cut_rows)(packed, start, end)
     return return_and_correct_aliasing(func, args, kwargs, sliced)
 
 
@@ -183,14 +180,8 @@ def cut_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
     if start % unit or (end % unit and end != n):
         raise ValueError(f"{format.name} weights are cut along N at multiples of {unit}, got {start}:{end}")
 
-    def rows(t: Tensor | None) -> Tensor | None:
-        """Cut a tensor with a row for every weight row, or for every tile; a single row covers them all."""
-        if t is None or t.shape[0] == n:
-            return t if t is None else t[start:end]
-        return t if t.shape[0] == 1 else t[start // unit : -(-end // unit)]
-
-    *tensors, matrix = parts_of(packed)
-    return packed._with([*(rows(t) for t in tensors), matrix])
+    cut = tiles.rows_of(format, packed.encoded, slice(start, end))
+    return packed._with([*cut.tensors, packed.act_pre_scale])
 
 
 def cut_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
@@ -200,13 +191,11 @@ def cut_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
     if start % unit or (end % unit and end != k):
         raise ValueError(f"{format.name} weights are cut along K at multiples of {unit}, got {start}:{end}")
 
-    def columns(t: Tensor | None) -> Tensor | None:
+    def columns(t: Tensor) -> Tensor:
         """Cut a tensor whose width is proportional to K; one with a single column covers every k."""
-        if t is None or t.shape[1] == 1:
-            return t
-        return t[:, start * t.shape[1] // k : end * t.shape[1] // k]
+        return t if t.shape[1] == 1 else t[:, start * t.shape[1] // k : end * t.shape[1] // k]
 
-    *tensors, matrix = parts_of(packed)
+    matrix = packed.act_pre_scale
     if matrix is not None:
         matrix = matrix[start // matrix.shape[-1] : end // matrix.shape[-1]]
-    return packed._with([*(columns(t) for t in tensors), matrix], k=end - start)
+    return packed._with([*packed.encoded.map(columns).tensors, matrix], k=end - start)

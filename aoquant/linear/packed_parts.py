@@ -7,7 +7,7 @@ end. The expected shapes are those that the format plans for a weight of the sam
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,6 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.ops.repeat import PLAIN
-
-
-class _Part(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def check_parts(label: str, packed: Any, recipe: LinearRecipe) -> None:
@@ -63,10 +58,9 @@ def _check_matrix(label: str, matrix: Any, recipe: LinearRecipe, k: int) -> None
 
 
 @cache
-def _planned(recipe: LinearRecipe, n: int, k: int, dtype: torch.dtype) -> tuple[_Part | None, ...]:
-    """The parts of a weight (N, K), as `Encoded` has them."""
+def _planned(recipe: LinearRecipe, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """The parts of a weight (N, K), as `Encoded` has them, without values."""
     operand = recipe.fprop_weight
     if reason := operand.why_not(k, dtype):
         raise ValueError(reason)
-    planned = operand.planned(torch.empty(n, k, dtype=dtype, device="meta"))
-    return tuple(None if t is None else _Part(tuple(t.shape), t.dtype) for t in planned.by_row.tensors)
+    return operand.planned(torch.empty(n, k, dtype=dtype, device="meta")).by_row.tensors

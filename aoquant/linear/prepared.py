@@ -116,12 +116,8 @@ class QATLayer(PreparedModule):
         """Return the (N, K) values that the layer multiplies its input by, in the weight's dtype; W' T behind a
         transform.
         """
-        recipe, e = self.prepared.recipe, self.encode_weight()
-        if recipe.transform is None:
-            return recipe.fprop_weight.decode(e, self.weight.dtype)
-        assert recipe.fprop_input is not None
         matrix = getattr(self, "input_transform", None)
-        return recipe.fprop_input.pull_back(recipe.fprop_weight.decode(e, torch.float32), matrix).to(self.weight.dtype)
+        return self.prepared.recipe.weight_values(self.encode_weight(), self.weight.dtype, matrix)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
@@ -156,17 +152,11 @@ class QATLinear(QATLayer, nn.Linear):
             held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
         if recipe.fitted:
             assert recipe.transform is not None
-            size = recipe.transform.size
-            unknown = Scales(
-                transform=torch.full(
-                    (linear.in_features // size, size, size),
-                    torch.nan,
-                    dtype=torch.float32,
-                    device=linear.weight.device,
-                )
-            )
-            held.register(linear, "input", unknown, learned=False)
-            held.register(linear, "weight", unknown, learned=False)
+            size, device = recipe.transform.size, linear.weight.device
+            shape = linear.in_features // size, size, size
+            unknown = Scales(transform=torch.full(shape, torch.nan, dtype=torch.float32, device=device))
+            for side in ("input", "weight"):
+                held.register(linear, side, unknown, learned=False)
         linear.calibrated = held.present(linear)
         linear._register_random()
         linear._register_delayed()

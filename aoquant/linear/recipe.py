@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from aoquant import ops
-from aoquant.formats import Format, HighPrecision, Operand, TEFloat8, as_operand, delayed
+from aoquant.formats import Encoded, Format, HighPrecision, Operand, TEFloat8, as_operand, delayed
 from aoquant.formats.operand import DELAYED, SCALES
 from aoquant.linear import law
 from aoquant.transforms import RoundedHadamard, Transform
@@ -272,6 +272,16 @@ class LinearRecipe:
         made = ops.advance(amax, *state, x, self.fprop_weight, grad, self.select, self.margin)
         for mine, new in zip(state, made, strict=True):
             mine[rows].copy_(new[rows])
+
+    def weight_values(self, e: Encoded, dtype: torch.dtype, matrix: torch.Tensor | None) -> torch.Tensor:
+        """Return the (N, K) values that a layer with these codes multiplies its input by; W' T behind a transform.
+
+        matrix: T of a fitted one.
+        """
+        if self.transform is None:
+            return self.fprop_weight.decode(e, dtype)
+        assert self.fprop_input is not None
+        return self.fprop_input.pull_back(self.fprop_weight.decode(e, torch.float32), matrix).to(dtype)
 
     @property
     def input_name(self) -> str:

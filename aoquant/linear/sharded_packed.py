@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from aoquant.distributed import sharded_linear as sharding
 from aoquant.distributed.fsdp import is_flattened, is_managed
@@ -107,7 +107,7 @@ def pack(weight: DTensor, recipe: LinearRecipe) -> Tensor:
     format, shard = recipe.fprop_weight, weight.to_local().detach()
     scales = sharding.scales(format, shard, weight.device_mesh, weight.placements)
     packed = PackedTensor.from_encoded(format.encode(shard, scales), recipe, weight.dtype)
-    return _dtensor(packed, weight.device_mesh, weight.placements, weight.shape)
+    return sharding.dtensor(packed, weight.device_mesh, weight.placements, weight.shape)
 
 
 def gather(w: DTensor) -> Encoded:
@@ -126,18 +126,17 @@ def _on_mesh(w: DTensor, mesh: DeviceMesh) -> DTensor:
         )
     keep = [n in wanted for n in names]
     packed = PackedTensor.from_encoded(_kept(w, keep), _local(w).recipe, w.dtype)
-    return _dtensor(packed, mesh, [w.placements[names.index(n)] for n in wanted], w.shape)
+    return sharding.dtensor(packed, mesh, [w.placements[names.index(n)] for n in wanted], w.shape)
 
 
 def _kept(w: DTensor, keep: Sequence[bool]) -> Encoded:
     """This rank's part of the weight, cut along those mesh dimensions alone that are to be kept."""
     packed, mesh = _local(w), w.device_mesh
     format, (n, k) = packed.weight_format, w.shape
-    whole, double = (
-        _parts(format.encode(torch.empty(f * n, f * k, dtype=w.dtype, device="meta")), f * n) for f in (1, 2)
-    )
+    sizes = (torch.empty(f * n, f * k, dtype=w.dtype, device="meta") for f in (1, 2))
+    whole, double = (format.encode(w_NK).by_row.tensors for w_NK in sizes)
     gathered: list[Tensor | None] = []
-    for part, one, two in zip(_parts(packed.encoded, packed.shape[0]), whole, double, strict=True):
+    for part, one, two in zip(packed.encoded.by_row.tensors, whole, double, strict=True):
         if part is None or one is None or two is None:
             gathered.append(None)
             continue
@@ -145,24 +144,12 @@ def _kept(w: DTensor, keep: Sequence[bool]) -> Encoded:
         grows = {d: one.shape[d] != two.shape[d] for d in (0, 1)}
         have = [p if grows.get(getattr(p, "dim", -1)) else Replicate() for p in w.placements]
         want = [p if kept else Replicate() for p, kept in zip(have, keep, strict=True)]
-        raw = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
-        placed = DTensor.from_local(raw, mesh, have, run_check=False, shape=one.shape, stride=one.stride())
-        gathered.append(placed.redistribute(placements=want).to_local().view(part.dtype))
+        gathered.append(sharding.gathered(part, mesh, have, want, one.shape))
     cut = any(kept and getattr(p, "dim", None) == 1 for p, kept in zip(w.placements, keep, strict=True))
     return Encoded.of(gathered, packed.k if cut else k)
-
-
-def _parts(e: Encoded, rows: int) -> tuple[Tensor | None, ...]:
-    """The four tensors of an Encoded, the outer scale one per row, as PackedTensor keeps it."""
-    return e.codes, e.scale, e.zero, None if e.outer is None else e.outer.expand(rows, 1).contiguous()
 
 
 def _local(w: DTensor) -> PackedTensor:
     local = w.to_local()
     assert isinstance(local, PackedTensor)
     return local
-
-
-def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

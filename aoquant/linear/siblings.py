@@ -60,11 +60,8 @@ def _stays(part: Any) -> bool:
     """Return whether a part of a weight is there, with its value, from the graph's beginning to its end."""
     if not isinstance(part, fx.Node):
         return True
-    return part.op == "placeholder" and not any(_writes(user) for user in part.users)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    targets = [user.target for user in part.users if isinstance(user.target, torch._ops.OpOverload)]
+    return part.op == "placeholder" and not any(target._schema.is_mutable for target in targets)
 
 
 def _join(graph: fx.Graph, x: fx.Node, nodes: Sequence[fx.Node]) -> None:

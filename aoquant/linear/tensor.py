@@ -214,12 +214,7 @@ class PackedTensor(TorchAOBaseTensor):
 
         dtype: of the values; by default the weight's own.
         """
-        recipe, dtype = self.recipe, dtype or self.dtype
-        if recipe.transform is None:
-            return self.weight_format.decode(self.encoded, dtype)
-        assert recipe.fprop_input is not None
-        values = self.weight_format.decode(self.encoded, torch.float32)
-        return recipe.fprop_input.pull_back(values, self.act_pre_scale).to(dtype)
+        return self.recipe.weight_values(self.encoded, dtype or self.dtype, self.act_pre_scale)
 
     def __repr__(self) -> str:
         return f"PackedTensor({self._quantization_type()}, device={self.device})"

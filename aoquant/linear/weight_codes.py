@@ -63,19 +63,8 @@ def encoded_sides(
 def encoded_experts(recipe: LinearRecipe, w_ENK: Tensor) -> Sides | None:
     """Return the sides of experts, each encoded by itself; None of no expert."""
     sides = [s for w in w_ENK if (s := encoded_sides(recipe, w.contiguous())) is not None]
+    if not sides:
+        return None
     columns = [s.columns for s in sides if s.columns is not None]
-    return Sides(_stacked([s.rows for s in sides]), _stacked(columns) if columns else None) if sides else None
-
-
-def _stacked(parts: Sequence[Encoded]) -> Encoded:
-    """Encoded matrices of one format, with E in front."""
-
-    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        given = [t for t in tensors if t is not None]
-        if not given:
-            return None
-        # torch stacks no float8 under autocast
-        bytes_ = [t.view(torch.uint8) if t.element_size() == 1 else t for t in given]
-        return torch.stack(bytes_).view(given[0].dtype)
-
-    return Encoded.of((joined(column) for column in zip(*(e.tensors for e in parts), strict=True)), parts[0].k)
+    rows = Encoded.joined([s.rows for s in sides], torch.stack)
+    return Sides(rows, Encoded.joined(columns, torch.stack) if columns else None)

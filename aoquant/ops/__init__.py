@@ -24,11 +24,11 @@ from . import codec, router
 from .backward import BackwardGemm, Gradients, Kept, contraction, gradients
 from .call import Call, gemm_request
 from .codec import finds_outer, masked
-from .contracts import CONTRACTS, input_error, reads
+from .contracts import input_error, reads
 from .define import schemas
 from .delayed_scales import absmax, advance
 from .encoding import codes, decode, encode, pull_back, saturated, scale_grad
-from .gemm import BACKENDS
+from .gemm import BACKENDS, reference
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
 from .grouped_bias import grouped_bgrad, grouped_bias
 from .lookup import embedding, embedding_grad
@@ -82,4 +82,5 @@ __all__ = [
     "schemas",
 ]
 
+CONTRACTS = tuple(reference.CONTRACTS)
 register(*BACKENDS)

@@ -312,11 +312,11 @@ def _operand(x_RC: Tensor, as_: Operand, padded: int, dtype: torch.dtype, state:
     return made
 
 
-def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
+def _random(operand: Operand, state: Tensor | None, side: int, place: Place | None = None) -> Random | None:
     if not operand.draws:
         return None
     assert state is not None
-    return Random(state, side, None)
+    return Random(state, side, place)
 
 
 def of_codes(a: Encoded, b: Encoded, gemm: BackwardGemm, dtype: torch.dtype) -> Tensor:
@@ -333,11 +333,10 @@ def of_codes(a: Encoded, b: Encoded, gemm: BackwardGemm, dtype: torch.dtype) -> 
 
 def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:
     """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x. part: that x^T is."""
-    held = None if part is None else part.scales(operand, _padded(x_RC.t(), multiple))
+    source = _Source.of(x_RC.t(), operand, multiple, None, 0, part)
     if not x_RC.shape[0]:  # formats have no scale for nothing
         return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
-    x_CR = _padded(x_RC.t(), multiple)
-    return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
+    return source.codes()
 
 
 def _padded(x_RC: Tensor, multiple: int) -> Tensor:
@@ -357,10 +356,8 @@ class _Source(NamedTuple):
     def of(
         cls, x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, part: Part | None
     ) -> _Source:
-        x_RC, random = _padded(x_RC, multiple), None
-        if operand.draws:
-            assert state is not None
-            random = Random(state, side, None if part is None else part.place.padded(multiple))
+        x_RC = _padded(x_RC, multiple)
+        random = _random(operand, state, side, None if part is None else part.place.padded(multiple))
         return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))
 
     def codes(self) -> Encoded:

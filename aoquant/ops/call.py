@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Operand
+from aoquant.formats import Encoded, Format, Operand
 
 from . import codec
 from .quantized import Ask
-from .router import Request, routed
+from .router import Backend, Multiply, Request, routed
 
 
 def gemm_request(
@@ -69,12 +69,12 @@ class Call:
         there) and w_format, of the codes; K; and w_rows, a tensor with W's N rows on its device.
         """
         x, w = self.given_x, self.given_w
-        self.x = x if isinstance(x, Encoded) else None
+        # Any: a backend knows by its contract whether there are codes, and their class
+        self.x: Any = x if isinstance(x, Encoded) else None
         if isinstance(w, Encoded):
             self.__dict__["w"], self.w_rows, self.k = w, w.codes, w.k
         else:
             self.w_rows, self.k = w, w.shape[1]
-        # Any: a backend knows the class by its contract
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
         bias, n = self.bias, self.w_rows.shape[0]
@@ -129,14 +129,6 @@ class Call:
         self.__dict__["alpha_w"] = made.alpha
         return made.matrix.to(out or self.dtype)
 
-    def x_decoded(self) -> Tensor:
-        """Return (M, K) values in `dtype`."""
-        return self.x_matrix(operand=False)
-
-    def w_decoded(self) -> Tensor:
-        """Return (N, K) values in `dtype`."""
-        return self.w_matrix(operand=False)
-
     def integers(self) -> tuple[Tensor, Tensor]:
         """Return x (M, K) and w (N, K) int8 codes."""
         return self.x_format.integers(self.x), self.w_format.integers(self.w)
@@ -157,5 +149,29 @@ class Call:
         x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
         sizes = m, w.shape[0], self.k, self.w_operand.scale_dtype(self.given_w)
         found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, *sizes)
-        y: Tensor = found.run(self)
-        return y
+        return found.run(self)
+
+
+def of_product(
+    name: str,
+    priority: int,
+    why_not: Callable[[Request], str | None],
+    product: Callable[[Format, Encoded, torch.dtype], Multiply],
+    *,
+    of_codes: bool = False,
+    reads: Callable[[Tensor], bool] = Tensor.is_contiguous,
+) -> Backend:
+    """Return the backend of a product with a packed W, which decodes it inside.
+
+    product: of W's format, W and the dtype of x. of_codes: of x's codes, else of x's values. reads: whether a kernel
+        reads a tensor of W as it lies. It must not be bound to a copy, which would miss later writes in place.
+    """
+
+    def run(c: Call) -> Tensor:
+        x_MK = c.x.codes if of_codes and c.x is not None else c.x_matrix()
+        return c.shaped(product(c.w_format, c.w, c.dtype)(x_MK, c.alpha_x, c.bias))
+
+    def bind(r: Request, w: Encoded) -> Multiply | None:
+        return product(r.w_format, w, r.dtype) if all(t is None or reads(t) for t in w.tensors[:3]) else None
+
+    return Backend(name, priority, why_not, run, reads_codes=True, bind=bind)

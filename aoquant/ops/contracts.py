@@ -33,26 +33,6 @@ from __future__ import annotations
 
 import torch
 
-CONTRACTS = (
-    "aoquant",
-    "bias_after",
-    "fp8_bias_after",
-    "tinygemm_cuda",
-    "tinygemm_cpu",
-    "dequantize",
-    "dequantize_flat",
-    "matmul_bias",
-    "int8_rescale",
-    "int8_dynamic",
-    "fp8_scaled_mm",
-    "fp8_scaled_mm_precise",
-    "fp8_mslk",
-    "fp8_mslk_precise",
-    "fp8_blocks",
-    "nvfp4_rescale",
-    "ggml",
-)
-
 _BFLOAT16 = {
     "bias_after": "the MSLK int4 kernel takes bfloat16 activations",
     "fp8_bias_after": "the MSLK int4 kernel for fp8 activations returns bfloat16",

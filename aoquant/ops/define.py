@@ -32,7 +32,7 @@ from torch._dynamo.decorators import skip
 from aoquant.formats import Encoded, Scales
 
 from . import native_step, program, repeat, router
-from .boundary import SCHEMA, Arguments, Flat, Result
+from .boundary import SCHEMA, Arguments, Flat, Result, flat
 from .repeat import PLAIN
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
@@ -61,7 +61,8 @@ class Op(Generic[P, R]):
         self._result = Result(result)
         self._fake, self._widths = fake, widths
         self._repeats = repeat.Repeats() if repeated else None
-        _SIGNATURES.append(f"{self.__name__}({', '.join(self.arguments.parts)}) -> {self._result.schema}")
+        fields = {name: get_type_hints(named) for name, named in self.arguments.types.items()}
+        _SIGNATURES.append(f"{self.__name__}({hints}, {fields}) -> {self._result.schema}")
         schema = f"{self.__name__}({SCHEMA}) -> {self._result.schema}"
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.__name__, _unseen(self._registered), "CompositeExplicitAutograd")
@@ -94,10 +95,10 @@ class Op(Generic[P, R]):
 
     def flat(self, *args: P.args, **kwargs: P.kwargs) -> Flat:
         """The registered op's arguments for these."""
-        return self.arguments.flat(self._whole(args, kwargs))
+        return flat(self._whole(args, kwargs))
 
     def _dispatched(self, args: Sequence[Any]) -> R:
-        return self._result.made(self.overload(*self.arguments.flat(args)), self._widths(*args))
+        return self._result.made(self.overload(*flat(args)), self._widths(*args))
 
     def _registered(self, *flat: Any) -> Any:
         """The kernel of the registered op, repeated where it can be. Its results alias nothing; those of the function

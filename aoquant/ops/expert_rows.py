@@ -30,18 +30,15 @@ def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Te
         return by_csrc(format, w, x_SK, ends, alpha_x, many=False)
     from .triton import grouped_rows, launch
 
-    how = few_rows.kind(format)
-    assert how is not None
     with launch.on(x_SK):
-        programs = 2 * launch.multiprocessors(x_SK.device)
-        alpha_w = format.alpha(w)
-        return grouped_rows.decode_mm(format, how, w, x_SK, ends, alpha_x, alpha_w, programs)
+        programs, how = 2 * launch.multiprocessors(x_SK.device), few_rows.KINDS[type(format)]
+        return grouped_rows.decode_mm(format, how, w, x_SK, ends, alpha_x, format.alpha(w), programs)
 
 
 def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None, *, many: bool) -> Tensor:
     """`multiply`, where csrc takes it, for few or many rows of each expert."""
     alpha_w = format.alpha(w)
-    y_SN: Tensor = native.operator("experts_mm")(
+    return native.operator("experts_mm")(
         native.aligned(x_SK),
         ends.contiguous(),
         native.aligned(w.codes),
@@ -52,7 +49,6 @@ def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Ten
         few_rows.plan_of(format, w, x_SK.dtype),
         many,
     )
-    return y_SN
 
 
 def takes(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor) -> bool:

@@ -21,8 +21,7 @@ Shapes = Sequence[Sequence[int]]  # of the tensors that an op is given, dy or x 
 def _forward(given: Shapes, numbers: Sequence[int], words: str, out_shape: Any) -> int:
     """y (..., N) of x (..., K), whose packed codes say K beside them; `matmul` has further results."""
     y = out_shape if isinstance(out_shape[0], int) else out_shape[0]
-    coded = words.split("|")[4] == "#"  # K, the last part of an encoded matrix
-    return 2 * math.prod(y) * (numbers[0] if coded else given[0][-1])
+    return 2 * math.prod(y) * (numbers[0] if words.startswith("(Encoded|") else given[0][-1])
 
 
 def _dgrad(given: Shapes, *rest: Any, out_shape: Sequence[int]) -> int:

@@ -17,8 +17,8 @@ are those of multiplying the codes. The GEMMs of a backward in high precision ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NamedTuple, cast
+from itertools import pairwise
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from aoquant.formats.base import take_rows
 
 from . import codec, expert_rows, stacks
 from .call import Call
+from .codec.triton_kernels import imported
 from .define import op
 from .gemm import few_rows
 from .quantized import Ask
 
+KERNELS = "grouped_kernels"
 FEW = 32  # rows for each expert, on average, up to which codes are multiplied as they lie
 BLOCK = 1 << 26  # bytes of W's values that are there at once
 _UNIT = 256  # An expert larger than BLOCK is decoded in parts of a multiple of 256 rows, so no part cuts a tile.
@@ -70,9 +72,8 @@ def grouped_mm(
         values, alpha = _operand(x, x_values, token, x_operand, dtype)
         return _multiplied(values, alpha, ends, w, w_operand, transposed)
     y_SN = _empty_product(x, token, ends, w, transposed, dtype).zero_()
-    for e, rows in (
-        _hit(ends) if len(y_SN) else ()
-    ):  # each expert that has rows is one product, on the fastest backend of its request
+    # each expert that has rows is one product, on the fastest backend of its request
+    for e, rows in _hit(ends) if len(y_SN) else ():
         part = stacks.expert(w_operand, w, e, len(ends)) if isinstance(w, Encoded) else _matrix(w, e, transposed)
         made = None if x_values is None else cast(Tensor, _rows_of(x_values, token, rows))
         taken, count = _rows_of(x, token, rows), rows.stop - rows.start
@@ -96,7 +97,7 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor | Encoded, w_operand:
     if grad_SN.is_cuda:
         values = stacks.values(w_operand, cast(Tensor, w), transposed, ask).matrix if values is None else values
         dx_SK = F.grouped_mm(grad_SN.contiguous(), values, offs=ends)
-        _kernels().zero_behind(dx_SK, ends)
+        imported(KERNELS).zero_behind(dx_SK, ends)
         return dx_SK
     dx_SK = _empty_dgrad(grad_SN, w, transposed).zero_()
     for e, rows in _hit(ends):
@@ -136,7 +137,7 @@ def grouped_wgrad(
 def gathered_sum(rows_SK: Tensor, place_TJ: Tensor) -> Tensor:
     """(T, K): for each token the sum of its J rows, which `place_TJ` names, rounded once: the gradient of a gather."""
     if rows_SK.is_cuda and rows_SK.numel():
-        return cast(Tensor, _kernels().gathered_sum(rows_SK.contiguous(), place_TJ.contiguous()))
+        return imported(KERNELS).gathered_sum(rows_SK.contiguous(), place_TJ.contiguous())
     return rows_SK[place_TJ].sum(1)
 
 
@@ -151,14 +152,6 @@ def why_not(x: torch.dtype, k: int, n: int, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return "needs compute capability 9.0 or 10.0, where F.grouped_mm does not wait for the offsets"
     return codec.lacks_triton(device)
-
-
-@cache
-def _kernels() -> Any:
-    """The module of the grouped GEMM."""
-    from .triton import grouped_kernels
-
-    return grouped_kernels
 
 
 def _operand(
@@ -192,7 +185,7 @@ def _multiplied(
         if isinstance(w, Encoded) and expert_rows.takes(format, w, x_SK, ends):
             return expert_rows.by_csrc(format, w, x_SK, ends, alpha_x, many=True)
     n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
-    y_SN, kernels = x_SK.new_empty(s, n), _kernels()
+    y_SN, kernels = x_SK.new_empty(s, n), imported(KERNELS)
     if isinstance(w, Tensor):
         made = stacks.values(operand, w, transposed, Ask(False, x_SK.dtype))
         at, alpha = kernels.slots(ends, s, 0, experts), None if made.alpha is None else made.alpha.contiguous()
@@ -247,11 +240,9 @@ def _blocks(experts: int, n: int, row: int) -> Iterator[_Block]:
 
 def _hit(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, and which."""
-    start = 0
-    for e, end in enumerate(ends.tolist()):
+    for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if end > start:
             yield e, slice(start, end)
-        start = end
 
 
 def _matrix(w: Tensor, e: int, transposed: bool) -> Tensor:
@@ -268,7 +259,7 @@ def _rows_of(x: Tensor | Encoded, token: Tensor | None, rows: slice) -> Tensor |
     if isinstance(x, Tensor):
         return take(x)
     total = x.codes.shape[0]
-    return Encoded.of((t if t is None or t.shape[0] != total else take(t) for t in x.tensors), x.k)
+    return x.map(lambda t: t if t.shape[0] != total else take(t))
 
 
 def _wgrad_shape(grad_SN: Tensor, ends: Tensor, x: Tensor | Encoded, transposed: bool) -> Tensor:

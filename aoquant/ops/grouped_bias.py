@@ -9,6 +9,8 @@ float32, side by side.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,5 @@ def grouped_bgrad(grad_SN: Tensor, ends: Tensor) -> Tensor:
         from .triton import grouped_bias_kernels as kernels
 
         return kernels.summed(grad_SN.contiguous(), ends).to(grad_SN.dtype)
-    starts = [0, *ends.tolist()[:-1]]
-    sums = [grad_SN[a:b].float().sum(0) for a, b in zip(starts, ends.tolist(), strict=True)]
+    sums = [grad_SN[a:b].float().sum(0) for a, b in pairwise([0, *ends.tolist()])]
     return torch.stack(sums).to(grad_SN.dtype)

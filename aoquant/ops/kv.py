@@ -94,5 +94,4 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Return the attention of one query token, (batch, 1, heads, head_dim): see `triton/kv_attend.py`."""
     run: Any = imported("kv_attend").attend
-    made: Tensor = run(query, keys, values, k, v, k_scale, v_scale, mask, scale)
-    return made
+    return run(query, keys, values, k, v, k_scale, v_scale, mask, scale)

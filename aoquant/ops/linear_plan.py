@@ -17,7 +17,6 @@ csrc/linear_plan.cuh takes it apart. Compiled code holds the number alone, so wh
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import torch
 
@@ -26,36 +25,33 @@ CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3, "fp8": 4}  # `Fo
 ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2, "mxfp4": 3, "fouroversix-row": 4}
 
 
-@dataclass(frozen=True)
-class LinearPlan:
-    """A layer and how its x is encoded.
+def packed(
+    codes: str,
+    rows: str | None,
+    group: int,
+    tile: int,
+    shift: float,
+    alternating: bool,
+    has_zero: bool,
+    has_alpha: bool,
+    dtype: torch.dtype,
+) -> int:
+    """Return the number of a layer and of how its x is encoded.
 
     codes: a key of CUDA_FORMATS. rows: of ROW_FORMATS, or None. group, tile: powers of two. shift: GridFlip's, or 0.
     """
-
-    codes: str
-    rows: str | None
-    group: int
-    tile: int
-    shift: float
-    alternating: bool
-    has_zero: bool
-    has_alpha: bool
-    dtype: torch.dtype
-
-    def packed(self) -> int:
-        (shift,) = struct.unpack("I", struct.pack("f", self.shift))
-        return (
-            CUDA_FORMATS[self.codes]
-            | (0 if self.rows is None else ROW_FORMATS[self.rows]) << 4
-            | (self.group.bit_length() - 1) << 8
-            | (self.tile.bit_length() - 1) << 13
-            | self.alternating << 16
-            | self.has_zero << 17
-            | self.has_alpha << 18
-            | (self.dtype == torch.float16) << 19
-            | int(shift) << 20
-        )
+    (bits,) = struct.unpack("I", struct.pack("f", shift))
+    return (
+        CUDA_FORMATS[codes]
+        | (0 if rows is None else ROW_FORMATS[rows]) << 4
+        | (group.bit_length() - 1) << 8
+        | (tile.bit_length() - 1) << 13
+        | alternating << 16
+        | has_zero << 17
+        | has_alpha << 18
+        | (dtype == torch.float16) << 19
+        | int(bits) << 20
+    )
 
 
 def is_fp8(plan: int) -> bool:

@@ -56,8 +56,7 @@ def operator(name: str) -> Callable[..., Any]:
     """The operator itself; ask `why_not` first."""
     reason = why_not()
     assert reason is None, reason
-    found: Callable[..., Any] = getattr(torch.ops.aoquant_native, name).default
-    return found
+    return getattr(torch.ops.aoquant_native, name).default
 
 
 def is_aligned(t: Tensor) -> bool:

@@ -115,8 +115,7 @@ def _made(operand: Operand, w_ENK: Tensor, ask: Ask) -> Side:
     if not operand.per_tensor:
         return codec.quantize(operand, w_RK, ask)
     if _takes_outer(operand, w_RK):
-        outer = _outer(w_RK, experts)
-        found = codec.triton.in_one_pass(operand, w_RK, ask.values, ask.operand, ask.codes, outer)
+        found = codec.triton.in_one_pass(operand, w_RK, ask._replace(measured=_outer(w_RK, experts)))
         assert found.alpha is not None
         alpha, e = found.alpha.expand(experts, n).reshape(-1, 1), found.encoded
         return Side(None if e is None else e._replace(outer=alpha), found.values, alpha)
@@ -124,7 +123,8 @@ def _made(operand: Operand, w_ENK: Tensor, ask: Ask) -> Side:
     codes = [s.encoded for s in sides if s.encoded is not None]
     values = [s.values for s in sides if s.values is not None]
     alphas = [s.alpha for s in sides if s.alpha is not None]
-    return Side(_join(codes) if codes else None, _cat(values), _cat(alphas))
+    joined = (torch.cat(parts) if parts else None for parts in (values, alphas))
+    return Side(_join(codes) if codes else None, *joined)
 
 
 def _one(operand: Operand, w_NK: Tensor, ask: Ask) -> Side:
@@ -155,19 +155,7 @@ def _outer(w: Tensor, experts: int | None = None) -> Tensor:
 
 def _join(parts: list[Encoded]) -> Encoded:
     """Codes of parts, under each other."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*(e.tensors for e in parts), strict=True)
-    return Encoded.of((_cat([t for t in column if t is not None]) for column in columns), parts[0].k)
-
-
-def _cat(parts: list[Tensor]) -> Tensor | None:
-    """torch.cat, which knows few float8 dtypes; None of nothing."""
-    if not parts:
-        return None
-    if parts[0].element_size() > 1:
-        return torch.cat(parts)
-    return torch.cat([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)
+    return parts[0] if len(parts) == 1 else Encoded.joined(parts, torch.cat)
 
 
 def expert(operand: Operand, e: Encoded, index: int, experts: int) -> Encoded:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aoquant.config import QATConfig
-from aoquant.experts.packed_experts import packed_experts, stacked
+from aoquant.experts.packed_experts import packed_experts
 from aoquant.experts.prepared import QATExperts, QATReadExperts
 from aoquant.formats import Encoded
 from aoquant.linear.recipe import LinearRecipe
@@ -111,8 +111,7 @@ def choose(
     row = PTQRow(stack, operand.name, rows, *missed, damping, "; ".join(notes), len(few))
     if all(e in few for e in shown) or not (chooses or clips):
         return None, row  # the nearest, which convert makes
-    scale, zero, outer = (None if t[0] is None else stacked(t) for t in list(zip(*codes, strict=True))[1:4])
-    return Encoded(stacked([e.codes for e in codes]), scale, zero, outer, codes[0].k), row
+    return Encoded.joined(codes, torch.stack), row
 
 
 def place(fqn: str, module: Any, name: str, codes: Encoded | None, *, packs: bool) -> None:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand
-from aoquant.formats.levels import Levels, packed, rows
+from aoquant.formats import Encoded, Format, Operand, tiles
+from aoquant.formats.levels import Levels, packed
 from aoquant.ops.columns import round_columns
 
 ESCALATION = (1.0, 10.0, 100.0)  # times the damping that was asked for
@@ -219,8 +219,8 @@ def _cut(format: Format, e: Encoded, some: slice) -> Iterator[tuple[slice, Encod
     """Yield some rows of e, as many at a time as are decoded at once."""
     step = max(1, DECODED // (e.k * format.tile_rows)) * format.tile_rows
     for first in range(some.start, some.stop, step):
-        last = min(first + step, some.stop)
-        yield slice(first, last), rows(e, first, last, format.tile_rows)
+        at = slice(first, min(first + step, some.stop))
+        yield at, tiles.rows_of(format, e, at)
 
 
 def _energy(d_NK: Tensor, gram_KK: Tensor, diagonal_K: Tensor) -> float:

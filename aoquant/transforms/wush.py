@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .hadamard import butterflies
 from .transform import Transform
 
 DAMPING = 1e-2
@@ -76,13 +77,10 @@ def fit(gram_x: Tensor, gram_w: Tensor) -> tuple[Tensor, Tensor]:
     g_x, g_w = _damped(gram_x.double(), "input"), _damped(gram_w.double(), "weight")
     lower = torch.linalg.cholesky(g_w)
     values, vectors = torch.linalg.eigh(lower.mT @ g_x @ lower)
-    t = (
-        _sylvester(g_x)
-        @ (values.clamp(min=torch.finfo(values.dtype).tiny) ** -0.25).diag_embed()
-        @ vectors.mT
-        @ lower.mT
-    )
-    t = t.to(torch.bfloat16).double()
+    size = g_x.shape[-1]
+    sylvester = butterflies(torch.eye(size, dtype=g_x.dtype, device=g_x.device), size) / size**0.5
+    fourth_roots = (values.clamp(min=torch.finfo(values.dtype).tiny) ** -0.25).diag_embed()
+    t = (sylvester @ fourth_roots @ vectors.mT @ lower.mT).to(torch.bfloat16).double()
     inverse, info = torch.linalg.inv_ex(t)
     of_x, of_w = t.float(), inverse.mT.float()
     if bool(info.any()) or not all(bool(m.isfinite().all()) for m in (of_x, of_w)):
@@ -103,12 +101,3 @@ def _damped(g: Tensor, what: str) -> Tensor:
             "run other batches, leave the layer out, or use aoquant.Hadamard"
         )
     return g + (DAMPING * mean).view(-1, 1, 1) * torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
-
-
-def _sylvester(like: Tensor) -> Tensor:
-    """Sylvester's matrix / sqrt(size), float64."""
-    i = torch.arange(like.shape[-1], device=like.device)
-    odd = i[:, None] & i
-    for shift in (4, 2, 1):
-        odd = odd ^ (odd >> shift)
-    return (1 - 2 * (odd & 1)).to(like.dtype) / like.shape[-1] ** 0.5

@@ -236,17 +236,23 @@ def test_a_ranks_place_in_a_mesh_is_its_number(shape: Sequence[int]) -> None:
 def test_a_rank_has_its_part_of_held_scales(mesh: DeviceMesh) -> None:
     """Cut scales of rows and of blocks; keep one scale for all whole."""
     rows, blocks, one = torch.randn(8, 1), torch.randn(8, 4), torch.randn(1, 1)
+
+    def held(t: Tensor, placement: Placement) -> Scales | None:
+        side = sharded_linear.HeldOperand(get_operand("int8-row"), Scales(t))
+        x = on(mesh, torch.empty(8, 16), placement)
+        return sharded_linear._scales(side, x.to_local(), x)
+
     for placement, parts in (
         (Shard(0), (rows[:4], blocks[:4], one)),
         (Shard(1), (rows, blocks[:, :2], one)),
         (Replicate(), (rows, blocks, one)),
     ):
         for t, part in zip((rows, blocks, one), parts, strict=True):
-            assert torch.equal(sharded_linear._cut(t, mesh, [placement]), part)
-            whole = on(mesh, t, Replicate())
-            assert torch.equal(sharded_linear._cut(whole, mesh, [placement]), part)
+            for given in (t, on(mesh, t, Replicate())):
+                cut = held(given, placement)
+                assert cut is not None and cut.scale is not None and torch.equal(cut.scale, part)
     with pytest.raises(ValueError, match="learned"):
-        sharded_linear._cut(rows.clone().requires_grad_(), mesh, [Shard(0)])
+        held(rows.clone().requires_grad_(), Shard(0))
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), float("-inf")])

@@ -9,8 +9,8 @@ from support.golden_inputs import data_set
 from support.linear_cases import BF16
 from torch import Tensor
 
-from aoquant.formats import get_format, list_formats
-from aoquant.formats.levels import Levels, packed, rows
+from aoquant.formats import get_format, list_formats, tiles
+from aoquant.formats.levels import Levels, packed
 
 FORMATS = [n for n in (*list_formats(), *ENGINES, *EXTRA, "intx4-g32-hqq") if n != "high-precision"]
 
@@ -44,5 +44,5 @@ def test_rows_have_the_levels_of_the_whole(name: str) -> None:
     e = fmt.encode(x)
     whole = fmt.decode(e, BF16)
     for first, last in ((0, 128), (128, 200)):
-        part = rows(e, first, last, fmt.tile_rows)
+        part = tiles.rows_of(fmt, e, slice(first, last))
         assert torch.equal(fmt.decode(part, BF16), whole[first:last])

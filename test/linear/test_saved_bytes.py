@@ -288,7 +288,7 @@ def test_frozen_operands_cost_nothing(name: str, frozen: str) -> None:
     quantised = module.prepared.recipe.fprop_input is not None
     assert len(calls["encode"]) == quantised and len(calls["matmul"]) == 1 and not calls["saturated"]
     of_x, of_w = x.requires_grad, quantised and module.weight.requires_grad
-    asked = [(c["w_matrix"] is not None, c["x_matrix"] is not None) for c in calls["gradients"]]
+    asked = [(c["w"] is not None, c["x"] is not None) for c in calls["gradients"]]
     assert asked == [(of_x, of_w)] * (of_x or of_w)
     assert len(calls["bgrad"]) == module.bias.requires_grad
     for t in (x, module.weight, module.bias):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, Scales, get_operand
-from aoquant.ops.boundary import Arguments
+from aoquant.ops.boundary import Arguments, flat
 
 X, Y, S = torch.randn(4, 32), torch.randn(4, 32), torch.ones(4, 1)
 FP8, NVFP4 = get_operand("te-fp8-tensor"), get_operand("te-hadamard16-sd7e8+te-nvfp4")
@@ -37,21 +37,20 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_come_back(name: str) -> None:
     op, given, tensors, numbers = CALLS[name]
-    flat = op.arguments.flat(given)
-    assert len(flat.tensors) == tensors and flat.numbers == numbers
-    assert len(flat.words.split("|")) == len(op.arguments.parts)
+    made = flat(given)
+    assert len(made.tensors) == tensors and made.numbers == numbers
     for _ in range(2):  # worked out, and known
-        back = op.arguments.read(*flat)
+        back = op.arguments.read(*made)
         assert len(back) == len(given) and all(same(a, b) for a, b in zip(back, given, strict=True))
 
 
 def test_other_tensors_of_a_call_that_is_known() -> None:
     """The same words mean other tensors in the next call."""
     arguments = Arguments({"x": Tensor | Encoded, "n": int})
-    first, second = (arguments.flat((Encoded(t, None, None, None, k), n)) for t, k, n in ((X, 32, 1), (Y, 16, 2)))
-    assert first.words == second.words == "T|-|-|-|#|#"
-    for t, k, n, flat in ((X, 32, 1, first), (Y, 16, 2, second)):
-        e, m = arguments.read(*flat)
+    first, second = (flat((Encoded(t, None, None, None, k), n)) for t, k, n in ((X, 32, 1), (Y, 16, 2)))
+    assert first.words == second.words == "(Encoded|T|-|-|-|#|)|#"
+    for t, k, n, made in ((X, 32, 1, first), (Y, 16, 2, second)):
+        e, m = arguments.read(*made)
         assert e.codes is t and e.k == k and m == n
 
 

@@ -214,14 +214,14 @@ def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, na
 def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands in for its library: what is tested is how it is called, in every role."""
 
-    def library(f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
+    def library(f: Format, x: Tensor, ask: Ask) -> Side:
         e = f.encode(x)
-        assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
-        values = x.new_empty(0) if dtype is None else (f.operand if operand else f.decode)(e, dtype)
+        assert ask.measured is None or (e.outer is not None and torch.equal(ask.measured, e.outer))
+        values = x.new_empty(0) if ask.values is None else (f.operand if ask.operand else f.decode)(e, ask.values)
         return Side(e, values, e.outer)
 
-    monkeypatch.setattr(cuda, "_encoder", lambda format: library)
     fmt, x = get_format(name), data("outlier", 6, 192, BF16)
+    monkeypatch.setitem(cuda._ENCODERS, type(fmt), library)
     runs = {b.role: b.run for b in router._backends if b.name == "cuda"}
     e = fmt.encode(x)
     assert_equal(runs["quantize"](as_operand(fmt), x, Ask()).codes.codes, e.codes)
@@ -260,11 +260,11 @@ def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: p
     monkeypatch.setattr(triton, "transform", lambda operand, x, matrix: operand.transformed(x, matrix))
     operand, x = get_operand("hadamard16+high-precision"), data("normal", 6, 192, BF16)
     want = operand.transformed(x)
-    made = triton.in_one_pass(operand, x, F32, True, True, None)
+    made = triton.in_one_pass(operand, x, Ask(True, F32))
     assert made.alpha is None and made.encoded is not None and made.values is not None
     assert_equal(made.encoded.codes, want)
     assert_equal(made.values, want.float())
-    assert triton.in_one_pass(operand, x, None, True, False, None) == Side()
+    assert triton.in_one_pass(operand, x, Ask(False)) == Side()
 
 
 def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_every_field_has_bits_of_its_own(csrc: ctypes.CDLL) -> None:
     for c, r, group, tile, shift, alternating, zero, alpha, dtype in product(
         codes, rows, (1, 1 << 30), (1, 128), (0.0, -0.375), bools, bools, bools, (BF16, torch.float16)
     ):
-        plan = linear_plan.LinearPlan(c, r, group, tile, shift, alternating, zero, alpha, dtype).packed()
+        plan = linear_plan.packed(c, r, group, tile, shift, alternating, zero, alpha, dtype)
         half, odd = dtype == torch.float16, -shift if alternating else shift
         numbers = [linear_plan.CUDA_FORMATS[c], linear_plan.ROW_FORMATS.get(r or "", 0)]
         assert taken_apart(csrc, plan) == [*numbers, group, tile, half, shift, odd]

@@ -175,6 +175,7 @@ OPTIONAL = {
     "_prepare_weights": "of vLLM's loader (test/engines)",
     "_replace": "of a NamedTuple, documented",
     "_asdict": "of a NamedTuple, documented",
+    "_fields": "of a NamedTuple, documented",
 }
 
 

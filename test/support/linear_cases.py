@@ -453,30 +453,19 @@ def assert_equal(got: Tensor, want: Tensor, what: str = "") -> None:
 
 @contextmanager
 def counting(*names: str) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Calls of aoquant's ops inside the block: name -> the parts of the op's arguments by their names."""
+    """Calls of aoquant's ops inside the block: name -> the op's arguments by their names."""
     calls: dict[str, list[dict[str, Any]]] = {n: [] for n in names}
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             namespace, _, name = func._schema.name.partition("::")
             if namespace == "aoquant" and name in calls:
-                calls[name].append(_parts(getattr(ops, name), *args))
+                arguments = getattr(ops, name).arguments
+                calls[name].append(vars(arguments.named(arguments.read(*args))))
             return func(*args, **(kwargs or {}))
 
     with Mode():
         yield calls
-
-
-def _parts(op: Any, tensors: list[Tensor], numbers: list[int], words: str) -> dict[str, Any]:
-    """What crossed the dispatcher, by name."""
-    t, n, found = iter(tensors), iter(numbers), dict[str, Any]()
-    for part, word in zip(op.arguments.parts, words.split("|"), strict=True):
-        if word[0] == "#" and len(word) > 1:
-            value: Any = [next(n) for _ in range(int(word[1:]))]
-        else:
-            value = next(t) if word == "T" else next(n) if word == "#" else None if word == "-" else word
-        found[part.split()[-1]] = value
-    return found
 
 
 def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -204,12 +204,6 @@ EQUIVALENT = [
         "Autograd gives a gradient its parameter's dtype.",
     ),
     Equivalent(
-        "ops/boundary.py",
-        "fields = zip(types.values(), value or missing, strict=True)",
-        "fields = zip(types.values(), value or missing, strict=False)",
-        "Both have the fields of one NamedTuple.",
-    ),
-    Equivalent(
         "ops/gemm/qutlass.py",
         "y_MN = (y_MN.float() * ratio.t()).to(c.dtype)",
         "y_MN = ((y_MN) * ratio.t()).to(c.dtype)",

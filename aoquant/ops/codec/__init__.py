@@ -79,8 +79,7 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
     if operand.transform is not None and ask.random is None and found.name == "reference":
         x_RK, operand = _mixed(operand, x_RK, ask), Operand(operand.format)
         found = routed(CodecRequest, "quantize", operand, x_RK.device, x_RK.dtype, *x_RK.shape, *asked)
-    made: Side = found.run(operand, x_RK, ask)
-    return made
+    return found.run(operand, x_RK, ask)
 
 
 def _mixed(operand: Operand, x_RK: Tensor, ask: Ask) -> Tensor:
@@ -102,8 +101,7 @@ def decode(
     """
     format = format.format.narrow if isinstance(format, Operand) else format.narrow
     found = routed(CodecRequest, "decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
-    values: Tensor = found.run(format, e, dtype, operand=operand, out=out)
-    return values
+    return found.run(format, e, dtype, operand=operand, out=out)
 
 
 def transform(
@@ -119,8 +117,7 @@ def transform(
     matrix: of a fitted transform; or where the signs of a drawn one come from.
     """
     found = routed(CodecRequest, "transform", operand, x_RK.device, x_RK.dtype, *x_RK.shape)
-    mixed: Tensor = found.run(operand, x_RK, matrix, back, clipped)
-    return mixed
+    return found.run(operand, x_RK, matrix, back, clipped)
 
 
 def saturated(operand: Operand | Format, x_RK: Tensor, held: Scales | None = None) -> Tensor:
@@ -132,8 +129,7 @@ def saturated(operand: Operand | Format, x_RK: Tensor, held: Scales | None = Non
     if held is None or held.dynamic:
         found = fused("saturate", operand, x_RK.device, x_RK.dtype, *x_RK.shape)
         if found is not None:
-            mask: Tensor = found.run(operand, x_RK)
-            return mask
+            return found.run(operand, x_RK)
     if operand.transform is not None:
         x_RK, operand = _mixed(operand, x_RK, ask), Operand(operand.format)
     clipped = operand.format.saturated(x_RK, quantize(operand, x_RK, ask).codes)
@@ -158,8 +154,7 @@ def sides(
         asked = of_first.codes, of_first.values is not None, False, col, of_col.codes
         found = fused("sides", first, x_RK.device, x_RK.dtype, *x_RK.shape, *asked)
         if found is not None:
-            made: Quantized = found.run(x_RK, row, col, padded, of_row, of_col)
-            return made
+            return found.run(x_RK, row, col, padded, of_row, of_col)
     of_x = None if row is None else quantize(row, _longer(x_RK, padded.k), of_row)
     if col is None:
         return Quantized(of_x, None)

@@ -79,16 +79,10 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         return Side(e if ask.codes else None, values)
     if dtype is not None and (not ask.operand or dtype != x_RK.dtype):
         return reference.quantize(operand, x_RK, ask)
-    found = _rows(operand, x_RK, dtype is not None)
-    return found if ask.codes else found._replace(encoded=None)
-
-
-def _rows(operand: Operand, x_RK: Tensor, values: bool) -> Side:
-    """Codes, and the operand if `values`."""
-    asymmetric = _ROWS[operand.name]
-    codes, scale, zero, made = native_cpu.operator("encode_int8_rows")(x_RK.contiguous(), asymmetric, values)
-    e = Encoded(codes, scale, zero if asymmetric else None, None, x_RK.shape[1])
-    return Side(e, made if values else None, scale)
+    how = _ROWS[operand.name], dtype is not None
+    codes, scale, zero, made = native_cpu.operator("encode_int8_rows")(x_RK.contiguous(), *how)
+    e = Encoded(codes, scale, zero if _ROWS[operand.name] else None, None, x_RK.shape[1])
+    return Side(e if ask.codes else None, None if dtype is None else made, scale)
 
 
 BACKENDS = (

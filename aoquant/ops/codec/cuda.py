@@ -33,7 +33,7 @@ VALUES = 1 << 24  # of ROW_FORMATS; measured for nvfp4-row and fp8-row
 
 def why_not_encode(format: Format, device: torch.device) -> str | None:
     """Return why the library cannot encode `format` on `device`; None when it can."""
-    if _encoder(format) is None:
+    if type(format) not in _ENCODERS:
         return "encodes four-over-six, GridFlip and NVFP4's search alone"
     if format.reach == "row":
         return f"encodes under one outer scale for the tensor, not one a row: {format.name}"
@@ -87,29 +87,27 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         return Side(None, values, None if operand.reach == "block" else alpha)  # without codes
     if operand.transform is not None:  # Triton transforms, csrc encodes
         x_RK = triton.transform(operand, x_RK, None)
-    encoder = _encoder(operand.format)
-    assert encoder is not None
-    made = encoder(operand.format, native.aligned(x_RK), ask.values, ask.operand, ask.measured)
+    made = _ENCODERS[type(operand.format)](operand.format, native.aligned(x_RK), ask)
     return made if ask.codes else made._replace(encoded=None)
 
 
-def _search(format: NVFP4Search, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
-    """Codes, and values in `dtype`, or an empty tensor for None."""
-    outer = _outer(format, x) if measured is None else measured
+def _search(format: NVFP4Search, x: Tensor, ask: Ask) -> Side:
+    """Make codes, and values, or an empty tensor where none are asked for."""
+    outer = _outer(format, x) if ask.measured is None else ask.measured
     given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
-    codes, scale, values = native.operator("encode_search")(x, given, native.OUT[dtype], operand)
+    codes, scale, values = native.operator("encode_search")(x, given, native.OUT[ask.values], ask.operand)
     e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
     return Side(e, values, outer)
 
 
-def _grids(format: FourOverSix, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None) -> Side:
-    """Codes, and values in `dtype`, or an empty tensor for None. measured: not used."""
+def _grids(format: FourOverSix, x: Tensor, ask: Ask) -> Side:
+    """Make codes, and values, or an empty tensor where none are asked for."""
     even, odd = format.shifts
     known = format.fixed[0] if format.fixed else 0.0
     amax = x.new_empty(0, dtype=torch.int32) if known else native.operator("finite_absmax")(x)
     codes, scale, outer, values = native.operator("encode_grids")(
         x, amax, known, _EFFORTS[format.effort], _METRICS[format.metric], format.tile,
-        even or 0.25, odd != even, native.OUT[dtype], operand,
+        even or 0.25, odd != even, native.OUT[ask.values], ask.operand,
     )  # fmt: skip
     e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
     return Side(e, values, outer)
@@ -119,16 +117,11 @@ def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
     """`format.measure(x).outer`."""
     if format.outer != "dynamic":
         return format.measure(x).outer
-    outer: Tensor = native.operator("outer_scale")(x, reciprocal(format.top), PTS_FLOOR)
-    return outer
+    return native.operator("outer_scale")(x, reciprocal(format.top), PTS_FLOOR)
 
 
 # exactly these classes: a subclass is another format
 _ENCODERS: dict[type[Format], Callable[..., Side]] = {FourOverSix: _grids, GridFlip: _grids, NVFP4Search: _search}
-
-
-def _encoder(format: Format) -> Callable[..., Side] | None:
-    return _ENCODERS.get(type(format))
 
 
 BACKENDS = (Backend("cuda", 20, _why_not, quantize, "quantize"),)

@@ -68,8 +68,7 @@ def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool,
     if clipped is not None:
         x_RK = masked(x_RK, clipped)
     x, given = _given(operand, x_RK, matrix)
-    made: Tensor = native.operator("transform_fitted")(x, given, back, native.OUT[dtype])
-    return made
+    return native.operator("transform_fitted")(x, given, back, native.OUT[dtype])
 
 
 def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:

@@ -21,7 +21,7 @@ from aoquant.transforms import Hadamard
 from ..quantized import Ask, Quantized, Side
 from ..router import Backend, CodecRequest
 from . import reference, triton_kernels
-from .triton_kernels import imported, kernels_of
+from .triton_kernels import OF, imported, kernels_of
 
 
 @cache
@@ -143,34 +143,29 @@ def quantize(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
         if ask.held.scale is not None:
             return reference.quantize(operand, x_RK, ask)
         measured = ask.held.outer
-    return in_one_pass(operand, x_RK, ask.values, ask.operand, ask.codes, measured)
+    return in_one_pass(operand, x_RK, ask._replace(measured=measured))
 
 
-def in_one_pass(
-    made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
-) -> Side:
-    """Codes and scales if `keep`, values in `dtype` unless it is None, and the operand's alpha."""
-    ask = Ask(keep, dtype, operand, measured=measured)
-    format, kernels, mix = made.format, kernels_of(made.format), None
-    if made.transform is not None:
-        if kernels is not None and kernels.mixes and isinstance(made.transform, Hadamard):
-            mix = made
+def in_one_pass(operand: Operand, x_RK: Tensor, ask: Ask) -> Side:
+    """Make codes, values, and the operand's alpha; of `ask`: codes, values, operand and measured."""
+    format, mix = operand.format, None
+    if operand.transform is not None:
+        kernels = kernels_of(format)
+        if kernels is not None and kernels.mixes and isinstance(operand.transform, Hadamard):
+            mix = operand
         else:
-            x_RK = transform(made, x_RK, None)
+            x_RK = transform(operand, x_RK, None)
             if format.lossless:
-                return Side(format.encode(x_RK) if keep else None, None if dtype is None else x_RK.to(dtype), None)
-    assert kernels is not None
-    side: Side = kernels.encoders(format).encode(format, x_RK, ask, mix)
-    return side
+                values = None if ask.values is None else x_RK.to(ask.values)
+                return Side(format.encode(x_RK) if ask.codes else None, values)
+    return OF[type(format)].encoders(format).encode(format, x_RK, ask, mix)
 
 
 def decode(
     format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
 ) -> Tensor:
     """`tiles.decode`, by a kernel."""
-    kernels = kernels_of(format)
-    assert kernels is not None
-    values: Tensor = kernels.file.decode(format, e, dtype, operand)
+    values = OF[type(format)].file.decode(format, e, dtype, operand)
     return values if out is None else values.to(out)
 
 
@@ -185,44 +180,31 @@ def transform(
     one pass.
     """
     if isinstance(matrix, Random):
-        rotated: Tensor = imported("stochastic_kernels").rotate(operand, x_RK, matrix)
-        return rotated
+        return imported("stochastic_kernels").rotate(operand, x_RK, matrix)
     dtype = x_RK.dtype if back or operand.format.lossless else torch.float32
-    mixed: Tensor = imported("hadamard_kernels").mix(
-        x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped
-    )
-    return mixed
+    return imported("hadamard_kernels").mix(x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped)
 
 
 def saturated(operand: Operand, x_RK: Tensor) -> Tensor:
     """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
-    kernels = kernels_of(operand.format)
-    assert kernels is not None
-    mask: Tensor = kernels.file.saturated(operand.format, x_RK, operand)
-    return mask
+    return OF[type(operand.format)].file.saturated(operand.format, x_RK, operand)
 
 
 def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     """Codes moved to where those of the transpose lie."""
-    moved: Tensor = imported("transposed").transposed(codes, k, padded, bits)
-    return moved
+    return imported("transposed").transposed(codes, k, padded, bits)
 
 
 def sides(
     x_RK: Tensor, row: Operand | None, col: Operand | None, padded: tuple[int, int], of_row: Ask, of_col: Ask
 ) -> Quantized:
     """Both sides of x in one pass over x."""
-    made: Quantized
     if row is not None and of_row.values is None:
-        kernels = kernels_of(row.format)
-        assert kernels is not None
-        made = kernels.file.sides(row.format, x_RK, padded[0])
-    elif row is not None and of_row.codes:
-        made = imported("operands").both_coded(x_RK.contiguous(), row, col, padded[0])
-    else:
-        dtype = (of_row if row is not None else of_col).values
-        made = imported("operands").operands(x_RK.contiguous(), row, col, *padded, dtype, of_row.random, of_col.random)
-    return made
+        return OF[type(row.format)].file.sides(row.format, x_RK, padded[0])
+    if row is not None and of_row.codes:
+        return imported("operands").both_coded(x_RK.contiguous(), row, col, padded[0])
+    dtype = (of_row if row is not None else of_col).values
+    return imported("operands").operands(x_RK.contiguous(), row, col, *padded, dtype, of_row.random, of_col.random)
 
 
 BACKENDS = tuple(

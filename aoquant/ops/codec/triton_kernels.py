@@ -141,10 +141,6 @@ def _has_float8(f: Float8) -> bool:
     return square and not f.fixed and not f.wide and not f.pow2 and f.low is None and f.high is None
 
 
-def _has_dialect(f: NVFP4Dialect) -> bool:
-    return f.tile == 1 or (f.dialect == "te" and not f.fixed)
-
-
 KERNELS = (
     Kernels("blockscaled_kernels", (MX,), mixes=True, strips=lambda f: True, stacked=lambda f: True),
     Kernels(
@@ -162,7 +158,7 @@ KERNELS = (
     Kernels(
         "dialect_kernels",
         (NVFP4Dialect,),
-        has=_has_dialect,
+        has=lambda f: f.tile == 1 or (f.dialect == "te" and not f.fixed),
         encoder=lambda f: "tile_kernels" if f.tile > 1 else "",
         strips=lambda f: f.dialect == "te" and f.tile == 1 and not f.fixed,
     ),
@@ -208,12 +204,12 @@ def _strip_transform(o: Operand) -> bool:
     return o.transform is None or (isinstance(o.transform, RoundedHadamard) and o.format.block == o.transform.size)
 
 
-_OF = {cls: kernels for kernels in KERNELS for cls in kernels.formats}
+OF = {cls: kernels for kernels in KERNELS for cls in kernels.formats}
 
 
 def kernels_of(format: Format) -> Kernels | None:
     """The kernels of exactly this class of formats."""
-    return _OF.get(type(format))
+    return OF.get(type(format))
 
 
 def takes_stacks(format: Format) -> bool:

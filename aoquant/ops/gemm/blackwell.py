@@ -57,7 +57,6 @@ def _instruction(f: Format) -> str | None:
 
 
 def _run(c: Call) -> Tensor:
-    assert c.x is not None
     if c.contract == "nvfp4_rescale":
         return nvfp4_epilogue(c, _multiply(c.w_format, c.x, c.w, None, c.dtype))
     if c.alpha_x is None and c.alpha_w is None and (c.bias is None or c.bias.dtype == c.dtype != torch.float32):
@@ -72,10 +71,7 @@ def _multiply(format: Format, x: Encoded, w: Encoded, bias: Tensor | None, out: 
     if format.block == 16 or a_MK.dtype != _FLOAT4:
         return torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, bias=bias, out_dtype=out)
     blocks, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    y_MN: Tensor = F.scaled_mm(
-        a_MK, b_NK.t(), scale_a, blocks, scale_b, blocks, swizzle, swizzle, bias=bias, output_dtype=out
-    )
-    return y_MN
+    return F.scaled_mm(a_MK, b_NK.t(), scale_a, blocks, scale_b, blocks, swizzle, swizzle, bias=bias, output_dtype=out)
 
 
 def _operand(e: Encoded) -> tuple[Tensor, Tensor]:

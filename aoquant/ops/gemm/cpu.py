@@ -15,16 +15,14 @@ A prepared layer asks for the same (M, N, K) as the converted one and has the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, tiles
 
 from .. import codec, native_cpu
-from ..call import Call
-from ..router import Backend, Multiply, Request
+from ..call import of_product
+from ..router import Multiply, Request
 from .reference import rescaled
 
 FEW = 64
@@ -91,11 +89,6 @@ def _why_not_torch(r: Request) -> str | None:
     return f"is slower than cpu-integers below {MANY_INTEGERS} rows of x" if r.m < MANY_INTEGERS else None
 
 
-def _as_it_lies(w: Encoded) -> bool:
-    """Return whether kernels read W's own bytes. They must not read a copy, which would miss later writes in place."""
-    return all(t is None or t.is_contiguous() for t in w.tensors)
-
-
 def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K) -> y (M, N)."""
     told = native_cpu.told(f, w, dtype)
@@ -104,7 +97,7 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     multiply = native_cpu.operator("decode_mm")
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
-        y_MN: Tensor = multiply(
+        return multiply(
             x_MK.contiguous(),
             told.codes,
             told.scale,
@@ -115,7 +108,6 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
             told.kind,
             told.group,
         )
-        return y_MN
 
     return product
 
@@ -149,8 +141,7 @@ def _integer_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         x_MK = x_MK.to(torch.int8).contiguous()
-        y_MN: Tensor = multiply(x_MK, codes, alpha_x, f.alpha(w), _taken(bias), dtype == torch.bfloat16)
-        return y_MN
+        return multiply(x_MK, codes, alpha_x, f.alpha(w), _taken(bias), dtype == torch.bfloat16)
 
     return product
 
@@ -176,29 +167,9 @@ def _sums(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     return sums_MN
 
 
-def _backend(
-    name: str,
-    priority: int,
-    why_not: Callable[[Request], str | None],
-    product: Callable[[Format, Encoded, torch.dtype], Multiply],
-    *,
-    of_codes: bool = False,
-) -> Backend:
-    """of_codes: the product is of x's codes, else of x's values."""
-
-    def run(c: Call) -> Tensor:
-        x_MK = c.x.codes if of_codes and c.x is not None else c.x_matrix()
-        return c.shaped(product(c.w_format, c.w, c.dtype)(x_MK, c.alpha_x, c.bias))
-
-    def bind(r: Request, w: Encoded) -> Multiply | None:
-        return product(r.w_format, w, r.dtype) if _as_it_lies(w) else None
-
-    return Backend(name, priority, why_not, run, reads_codes=True, bind=bind)
-
-
 BACKENDS = (
-    _backend("torch-integers", 10, _why_not_torch, _torch_product, of_codes=True),
-    _backend("cpu-integers", 9, _why_not_integers, _integer_product, of_codes=True),
-    _backend("cpu-decode", 8, _why_not_decode, _product),
-    _backend("cpu-blocks", 7, _why_not_blocks, _by_blocks),
+    of_product("torch-integers", 10, _why_not_torch, _torch_product, of_codes=True),
+    of_product("cpu-integers", 9, _why_not_integers, _integer_product, of_codes=True),
+    of_product("cpu-decode", 8, _why_not_decode, _product),
+    of_product("cpu-blocks", 7, _why_not_blocks, _by_blocks),
 )

@@ -32,14 +32,14 @@ from aoquant.formats import (
     NVFP4Search,
 )
 
-from .. import codec, native
-from ..call import Call
-from ..linear_plan import CUDA_FORMATS, LinearPlan
+from .. import codec, linear_plan, native
+from ..call import of_product
+from ..linear_plan import CUDA_FORMATS
 from ..native import aligned, is_aligned
-from ..router import Backend, Multiply, Request
+from ..router import Multiply, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
-_KINDS: dict[type[Format], str] = {
+KINDS: dict[type[Format], str] = {
     Float8: "fp8",
     Int4: "int4",
     NVFP4: "e4m3",
@@ -57,7 +57,7 @@ def kind(f: Format) -> str | None:
     """Return how codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale;
     "gridflip"; "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
     """
-    how = _KINDS.get(type(f))  # a subclass is another format
+    how = KINDS.get(type(f))  # a subclass is another format
     fits = f.element == "e4m3" and f.reach == "row" if how == "fp8" else f.bits == 4
     return how if fits else None
 
@@ -113,12 +113,10 @@ def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = Non
     """Return what csrc is told of W, for products in `dtype`. encoder: of x, a row format's name; None: x stays as it
     is.
     """
-    how = kind(f)
-    assert how is not None
+    how = KINDS[type(f)]
     even, odd = f.shifts
     has_zero, has_alpha = w.zero is not None, alpha_of(f, w) is not None
-    plan = LinearPlan(how, encoder, f.block or 1, f.tile_rows, even, odd != even, has_zero, has_alpha, dtype)
-    return plan.packed()
+    return linear_plan.packed(how, encoder, f.block or 1, f.tile_rows, even, odd != even, has_zero, has_alpha, dtype)
 
 
 def alpha_of(f: Format, w: Encoded) -> Tensor | None:
@@ -140,15 +138,9 @@ def _too_many(r: Request, most: int) -> str | None:
     return None if r.m <= most else f"is for up to {most} rows: with more it is faster to decode W once"
 
 
-def _cuda(c: Call) -> Tensor:
-    x_MK = c.x_matrix()
-    return c.shaped(_cuda_product(c.w_format, c.w)(aligned(x_MK), c.alpha_x, c.bias))
-
-
-def _cuda_product(f: Format, w: Encoded) -> Multiply:
-    """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
-    how = kind(f)
-    assert how is not None
+def _cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
+    """x (M, K) -> y (M, N) with W's tensors as the kernel reads them."""
+    how = KINDS[type(f)]
     multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts)
     codes, scale = aligned(w.codes), aligned(w.scales)
     zero = None if w.zero is None else aligned(w.zero)
@@ -157,28 +149,15 @@ def _cuda_product(f: Format, w: Encoded) -> Multiply:
         if bias is not None:
             bias = (bias if bias.dtype in (x_MK.dtype, torch.float32) else bias.float()).contiguous()
         # alpha_w anew: where it is not W's own outer scale, it is computed of one that may have been written since
-        y_MN: Tensor = multiply(x_MK, codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
-        return y_MN
+        return multiply(aligned(x_MK), codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
 
     return product
 
 
-def _bind_cuda(r: Request, w: Encoded) -> Multiply | None:
-    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
-        return None  # it would multiply a copy, which codes written in place do not reach
-    product = _cuda_product(r.w_format, w)
-    return lambda x_MK, alpha_x, bias: product(aligned(x_MK), alpha_x, bias)
-
-
-def _triton(c: Call) -> Tensor:
-    return c.shaped(_triton_product(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
-
-
-def _triton_product(f: Format, w: Encoded) -> Multiply:
+def _triton_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     from ..triton import few_rows_kernels, launch
 
-    how = kind(f)
-    assert how is not None
+    how = KINDS[type(f)]
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         with launch.on(x_MK):
@@ -188,8 +167,6 @@ def _triton_product(f: Format, w: Encoded) -> Multiply:
 
 
 BACKENDS = (
-    Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True, bind=_bind_cuda),
-    Backend(
-        "triton-decode", 7, _why_not_triton, _triton, reads_codes=True, bind=lambda r, w: _triton_product(r.w_format, w)
-    ),
+    of_product("cuda-decode", 8, _why_not_cuda, _cuda_product, reads=is_aligned),
+    of_product("triton-decode", 7, _why_not_triton, _triton_product, reads=lambda t: True),  # copies in each call
 )

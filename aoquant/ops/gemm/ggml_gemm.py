@@ -26,12 +26,10 @@ from ..router import Backend, Request
 
 def scaled_mm(c: Call) -> Tensor:
     """y under the contract "ggml"."""
-    x = c.x_hp.reshape(-1, c.k).float() if c.x is None else None
     if c.x is not None and _in_blocks(c.x_format, c.w_format):
         acc_MN = _blocks(c.x, c.x_format, c.w, c.w_format)
     else:
-        x_MK = x if c.x is None else c.x_format.decode(c.x, torch.float32)
-        assert x_MK is not None
+        x_MK = c.x_hp.reshape(-1, c.k).float() if c.x is None else c.x_format.decode(c.x, torch.float32)
         acc_MN = x_MK @ c.w_format.decode(c.w, torch.float32).t()
     if c.bias is not None:
         acc_MN = acc_MN + c.bias.float()
@@ -70,7 +68,6 @@ def _why_not(r: Request) -> str | None:
 
 
 def _triton(c: Call) -> Tensor:
-    assert c.x is not None
     y_MN: Tensor = imported("ggml_matmul").matmul(c.x, c.x_format, c.w, c.w_format, c.bias, c.dtype)
     return c.shaped(y_MN)
 

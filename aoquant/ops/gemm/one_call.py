@@ -53,14 +53,11 @@ def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool
 
 def multiplier(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Multiplier) -> Multiplier:
     """(x (*lead, K), contiguous bias) -> y (*lead, N). general: for a bias that the operator does not take."""
-    how = kind(f)
-    assert how is not None
     call, codes, scale, zero, alpha = native.operator("linear"), w.codes, w.scale, w.zero, alpha_of(f, w)
 
     def multiplied(x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and bias.dtype not in (dtype, torch.float32):
             return general(x, bias)
-        y: Tensor = call(x, codes, scale, zero, alpha, bias, plan)
-        return y
+        return call(x, codes, scale, zero, alpha, bias, plan)
 
     return multiplied

@@ -39,7 +39,6 @@ def _why_not(r: Request) -> str | None:
 def _run(c: Call) -> Tensor:
     from ..triton import launch, packed_fp4_kernels
 
-    assert c.x is not None
     with launch.on(c.x.codes):
         y_MN = packed_fp4_kernels.multiply(parts(c.x), parts(c.w), c.k, c.alpha_x, c.alpha_w, c.bias, c.dtype)
     return c.shaped(y_MN)

@@ -89,7 +89,6 @@ def _why_not(r: Request) -> str | None:
 
 
 def _run(c: Call) -> Tensor:
-    assert c.x is not None
     (x_codes, x_scale), (w_codes, w_scale) = (operand(e, c.k) for e in (c.x, c.w))
     alpha_w = c.alpha_w
     alpha = torch.ones(1, dtype=torch.float32, device=x_codes.device)

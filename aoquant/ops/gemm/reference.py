@@ -28,7 +28,7 @@ Decode = Callable[..., Tensor]  # with the signature of `tiles.decode`
 def scaled_mm(c: Call) -> Tensor:
     """y = x W^T under c.contract, shaped (*lead, N) in c.dtype, of values that formats themselves decode."""
     c.decode = tiles.decode
-    return _CONTRACTS[c.contract](c)
+    return CONTRACTS[c.contract](c)
 
 
 def accumulate(c: Call) -> Tensor:
@@ -80,14 +80,6 @@ def rescaled(
     return (acc_MN if bias is None else acc_MN + bias.float()).to(dtype)
 
 
-def _bias_after(c: Call) -> Tensor:
-    return c.plus_bias(accumulate(c).to(c.dtype))
-
-
-def _fp8_bias_after(c: Call) -> Tensor:
-    return fp8_epilogue(c, accumulate(c))
-
-
 def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     """The scales on the float32 accumulator, one rounding, the bias and its rounding; MSLK's fp8 GEMM fuses a float32
     bias.
@@ -98,23 +90,15 @@ def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     return c.plus_bias(rescaled(acc_MN, c.alpha_x, c.alpha_w, None, c.dtype))
 
 
-def _dequantize(c: Call) -> Tensor:
-    return F.linear(_decoded_x(c), c.w_decoded(), _cast(c.bias, c.dtype))
-
-
 def _dequantize_flat(c: Call) -> Tensor:
     x_MK = _decoded_x(c).reshape(-1, c.k)
-    return c.shaped(F.linear(x_MK, c.w_decoded(), _cast(c.bias, c.dtype)))
-
-
-def _matmul_bias(c: Call) -> Tensor:
-    return _plus(torch.matmul(_decoded_x(c), c.w_decoded().t()), c.bias)
+    return c.shaped(F.linear(x_MK, c.w_matrix(operand=False), _cast(c.bias, c.dtype)))
 
 
 def _int8_rescale(c: Call) -> Tensor:
     x_MK = c.x_hp.reshape(-1, c.k)
     if c.w_format.block:
-        y_MN = torch.mm(x_MK, c.w_decoded().t())
+        y_MN = torch.mm(x_MK, c.w_matrix(operand=False).t())
     else:
         y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scales.to(c.dtype).flatten()
     return c.shaped(_plus(y_MN, c.bias))
@@ -130,16 +114,11 @@ def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias,
     rounded.
     """
-    assert c.x is not None
     y_MN = (acc_MN.float() * c.x.scales).to(c.dtype)
     if c.x.zero is not None:
         row_sums = c.w_format.integers(c.w).sum(-1).float()
         y_MN = y_MN - ((c.x.zero.float() * c.x.scales) * row_sums).to(c.dtype)
     return c.shaped(_plus(y_MN * c.w.scales.flatten(), c.bias).to(c.dtype))
-
-
-def _nvfp4_rescale(c: Call) -> Tensor:
-    return nvfp4_epilogue(c, accumulate(c).to(c.dtype))
 
 
 def nvfp4_epilogue(c: Call, rounded_MN: Tensor) -> Tensor:
@@ -152,7 +131,7 @@ def nvfp4_epilogue(c: Call, rounded_MN: Tensor) -> Tensor:
 def _decoded_x(c: Call) -> Tensor:
     if c.x is None:
         return c.x_hp
-    x = c.x_decoded().reshape(*c.lead, c.k)
+    x = c.x_matrix(operand=False).reshape(*c.lead, c.k)
     # F.linear rounds twice, product and bias, when a 3-D input is not contiguous, so the layout is part of the contract
     return (
         torch.empty_strided(x.shape, c.strides, dtype=x.dtype, device=x.device).copy_(x) if c.strides is not None else x
@@ -195,26 +174,26 @@ def _decodes_alike(r: Request) -> str | None:
     return None
 
 
-_CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
+CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
     "aoquant": _single_rounding,
-    "bias_after": _bias_after,
-    "fp8_bias_after": _fp8_bias_after,
+    "bias_after": lambda c: c.plus_bias(accumulate(c).to(c.dtype)),
+    "fp8_bias_after": lambda c: fp8_epilogue(c, accumulate(c)),
     "tinygemm_cuda": torch_int4.cuda_reference,
     "tinygemm_cpu": torch_int4.cpu_reference,
-    "dequantize": _dequantize,
+    "dequantize": lambda c: F.linear(_decoded_x(c), c.w_matrix(operand=False), _cast(c.bias, c.dtype)),
     "dequantize_flat": _dequantize_flat,
-    "matmul_bias": _matmul_bias,
+    "matmul_bias": lambda c: _plus(torch.matmul(_decoded_x(c), c.w_matrix(operand=False).t()), c.bias),
     "int8_rescale": _int8_rescale,
     "int8_dynamic": _int8_dynamic,
     "fp8_scaled_mm": _single_rounding,
     "fp8_scaled_mm_precise": _single_rounding,
-    "fp8_mslk": _fp8_bias_after,
-    "fp8_mslk_precise": _fp8_bias_after,
-    "fp8_blocks": _bias_after,
-    "nvfp4_rescale": _nvfp4_rescale,
+    "fp8_mslk": lambda c: fp8_epilogue(c, accumulate(c)),
+    "fp8_mslk_precise": lambda c: fp8_epilogue(c, accumulate(c)),
+    "fp8_blocks": lambda c: c.plus_bias(accumulate(c).to(c.dtype)),
+    "nvfp4_rescale": lambda c: nvfp4_epilogue(c, accumulate(c).to(c.dtype)),
     "ggml": ggml_gemm.scaled_mm,
 }
 BACKENDS = (
-    Backend("decoded", 1, _decodes_alike, lambda c: _CONTRACTS[c.contract](c), bind=_bound(codec.decode)),
+    Backend("decoded", 1, _decodes_alike, lambda c: CONTRACTS[c.contract](c), bind=_bound(codec.decode)),
     Backend("reference", 0, _always, scaled_mm, bind=_bound(tiles.decode)),
 )

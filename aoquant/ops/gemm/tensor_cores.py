@@ -11,8 +11,7 @@ there it hands over float32, and one small kernel scales, adds the bias and roun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any, cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from aoquant.formats import Encoded, Format, tiles
 
 from .. import codec, native
 from ..call import Call
+from ..codec.triton_kernels import imported
 from ..router import Backend, Multiply, Request
 from .few_rows import decodes, plan_of
 from .reference import nvfp4_epilogue, rescaled
@@ -40,14 +40,6 @@ def _why_not(r: Request) -> str | None:
     if r.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bfloat16 or float16, got {r.dtype}"
     return None
-
-
-@cache
-def _kernels() -> tuple[Any, Any]:
-    """The GEMM's and the epilogue's modules, once: an import statement costs as much as what follows it."""
-    from ..triton import epilogue, matmul
-
-    return matmul, epilogue
 
 
 def _run(c: Call) -> Tensor:
@@ -122,13 +114,11 @@ def _block(
     large = x_MK.shape[0] * whole >= _FULL
     if large and alpha_x is None and alpha_w is None and bias is None:
         return torch.mm(x_MK, w_NK.t()) if y_MN is None else torch.mm(x_MK, w_NK.t(), out=y_MN)
-    multiply, rescale = _kernels() if codec.has_triton(x_MK.device) else (None, None)
-    if multiply is None or rescale is None:
-        made = rescaled(accumulate(x_MK, w_NK, False), alpha_x, alpha_w, bias, x_MK.dtype)
-    elif large and multiply.why_not(x_MK, w_NK) is None:
-        return cast(Tensor, multiply.matmul(x_MK, w_NK, alpha_x, alpha_w, bias, y_MN))
-    else:
-        made = rescale.rescale(accumulate(x_MK, w_NK, False), alpha_x, alpha_w, bias, x_MK.dtype)
+    triton = codec.has_triton(x_MK.device)
+    if triton and large and imported("matmul").why_not(x_MK, w_NK) is None:
+        return imported("matmul").matmul(x_MK, w_NK, alpha_x, alpha_w, bias, y_MN)
+    rescale = imported("epilogue").rescale if triton else rescaled
+    made = rescale(accumulate(x_MK, w_NK, False), alpha_x, alpha_w, bias, x_MK.dtype)
     return made if y_MN is None else y_MN.copy_(made)
 
 

@@ -53,7 +53,6 @@ def _cpu_row_scales() -> bool:
 
 
 def _scaled_mm(c: Call) -> Tensor:
-    assert c.x is not None
     return c.shaped(_product(c.contract, c.x.codes, c.x.scales, c.w, c.bias, c.dtype))
 
 
@@ -131,7 +130,6 @@ def _why_not_fp8_operands(r: Request) -> str | None:
 
 
 def _fp8_operands(c: Call) -> Tensor:
-    assert c.x is not None
     w_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)  # exact: e4m3 is what the kernel's operand is rounded to
     rows = c.x.codes.shape[0]
     short = max(0, FEWEST_ROWS - rows)
@@ -198,13 +196,12 @@ def _blockwise_kernel() -> Callable[..., Tensor] | None:
         kernels = importlib.import_module("torchao.kernel.blockwise_quantization")
     except ImportError:
         return None
-    found: Callable[..., Tensor] | None = getattr(kernels, "blockwise_fp8_gemm", None)
-    return found
+    return getattr(kernels, "blockwise_fp8_gemm", None)
 
 
 def _blockwise(c: Call) -> Tensor:
     kernel = _blockwise_kernel()
-    assert kernel is not None and c.x is not None
+    assert kernel is not None
     y_MN = kernel(c.x.codes, c.x.scales, c.w.codes.contiguous(), c.w.scales.contiguous(), 128)
     return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
 

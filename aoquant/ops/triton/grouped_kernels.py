@@ -122,19 +122,19 @@ class Slots(NamedTuple):
     number: Tensor
 
 
-def slots(ends: Tensor, rows: int, first: int, experts: int, height: int = TILE_M) -> Slots:
+def slots(ends: Tensor, rows: int, first: int, experts: int) -> Slots:
     """The slots of `experts` experts from `first` on. ends: (E,) int32, for each expert the row behind its last."""
-    most = triton.cdiv(rows, height) + min(experts, rows)
+    most = triton.cdiv(rows, TILE_M) + min(experts, rows)
     expert, row, end = torch.empty(3, most, dtype=torch.int32, device=ends.device).unbind()
     made = Slots(expert, row, end, torch.empty(1, dtype=torch.int32, device=ends.device))
-    _slots_of(first, experts, most, height)(ends, *made)
+    _slots_of(first, experts, most)(ends, *made)
     return made
 
 
 @lru_cache(LAUNCHES)
-def _slots_of(first: int, experts: int, most: int, height: int) -> Launch:
+def _slots_of(first: int, experts: int, most: int) -> Launch:
     return Launch(
-        _slots, (triton.cdiv(most, _SLOTS),), first=first, experts=experts, n_slots=most, BM=height,
+        _slots, (triton.cdiv(most, _SLOTS),), first=first, experts=experts, n_slots=most, BM=TILE_M,
         E=triton.next_power_of_2(experts), B=_SLOTS,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ from aoquant.transforms.hadamard import signs
 
 from .element_codes import bits_float, float_bits
 from .kv_write import butterflies
-from .launch import LAUNCHES, Launch
+from .launch import LAUNCHES, Launch, multiprocessors
 
 PARTS = 128  # at most
 SHORT = 1024  # tokens of a multiprocessor, below which one program reads them all
@@ -264,11 +264,6 @@ def _signs(d: int, device: torch.device) -> Tensor:
         return signs(SIGNS, d, device).float()
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 @dataclass(frozen=True)
 class Shape:
     """Tokens of a step, warps and pipeline stages of a program, and programs that a multiprocessor runs at a time."""
@@ -329,7 +324,7 @@ def attend(
     query = query.contiguous()
     q_heads, d = query.shape[1], query.shape[3]
     device = query.device
-    processors = _processors(device)
+    processors = multiprocessors(device)
     shape = Shape.of(k, v, d, q_heads // heads, batch * heads * tokens // processors)
     parts = max(1, min(triton.cdiv(tokens, shape.tokens), processors * shape.per_sm // (batch * heads), PARTS))
     per_head = (k_scale is not None and k_scale.numel() > 1, v_scale is not None and v_scale.numel() > 1)

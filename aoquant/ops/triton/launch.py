@@ -40,8 +40,8 @@ def on(t: Tensor) -> AbstractContextManager[Any]:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Return how many multiprocessors a GPU has; 4 for a CPU, where Triton's interpreter runs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
