@@ -20,12 +20,11 @@ from torch import nn
 
 from aoquant import serving
 from aoquant._messages import check_path
+from aoquant.export.targets import FORMATS
 from aoquant.linear.recipe import LinearRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-FORMATS = {"compressed-tensors": "compressed_tensors", "modelopt": "compressed_tensors", "gguf": "gguf"}
 
 
 def _refused_by_vllm(recipe: LinearRecipe, experts: bool) -> str | None:
@@ -73,7 +72,7 @@ def export(
         from aoquant.export import gguf_file
 
         return gguf_file.write(found, Path(directory), **asked)
-    return hf_folder.write(found, Path(directory), **_layout(format), max_shard_size=max_shard_size, **asked)
+    return hf_folder.write(found, Path(directory), format, max_shard_size=max_shard_size, **asked)
 
 
 def check(
@@ -89,7 +88,7 @@ def check(
 
         gguf_file.check(found, tokenizer)
     else:
-        hf_folder.decide(found, **_layout(format), skip=())
+        hf_folder.decide(found, format, ())
 
 
 def _check(format: str, tokenizer: object) -> None:
@@ -97,16 +96,10 @@ def _check(format: str, tokenizer: object) -> None:
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
     try:
-        import_module(FORMATS[format])
+        import_module(FORMATS[format][0])
     except ImportError as error:
         raise ImportError(f"format={format!r} needs {error.name}: pip install 'aoquant[export]'") from None
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(
             f"tokenizer is a transformers tokenizer, as AutoTokenizer.from_pretrained gives, got {tokenizer!r}"
         )
-
-
-def _layout(format: str) -> dict[str, Any]:
-    names = ("compressed", "compressed_folder") if format == "compressed-tensors" else ("modelopt", "modelopt")
-    store, describe = (import_module(f"aoquant.export.{name}") for name in names)
-    return {"store": store.store, "describe": describe.describe, "target": format}

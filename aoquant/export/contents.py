@@ -19,11 +19,9 @@ from aoquant._messages import AoquantWarning, listed
 from aoquant.export.advice import other_formats
 from aoquant.export.embedding_rows import check_use, rows_of
 from aoquant.export.source import Source
-from aoquant.export.targets import EXPERT, Stored, Unfit
+from aoquant.export.targets import EXPERT, Stored, Unfit, layout_of
 from aoquant.export.weights import Weight
 from aoquant.linear.tensor import PackedTensor
-
-Store = Callable[[PackedTensor], Stored]
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,13 @@ class Contents:
     floats: dict[str, Weight]
 
 
-def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) -> Contents:
+def contents_of(source: Source, skip: Sequence[str], target: str) -> Contents:
     """Ask the target for every quantised layer, and take the others as floats.
 
     Raises:
         ValueError: listing the layers that do not fit, or a name in `skip` that is no quantised layer's.
     """
+    store: Callable[[PackedTensor], Stored] = layout_of(target).store
     quantised = {w.module: w for w in source.weights.values() if w.tensor_class != "Tensor"}
     left = _matching(skip, quantised)
     embeddings = source.embeddings()

@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from importlib import import_module
 
 import torch
 
-from aoquant.export.advice import CHECKS
 from aoquant.export.fused_checks import INSTEAD, apart
-from aoquant.export.targets import Unfit
+from aoquant.export.targets import Unfit, layout_of
 from aoquant.formats import Operand, Scales
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.fused import shares
 
 _SIZES = {"q_proj": 1.0, "k_proj": 3.0}  # of the siblings' weights, whose own outer scales differ then
-_LAYOUTS = ("compressed-tensors", "modelopt")
 
 
 @torch.no_grad()
@@ -29,8 +26,8 @@ def refusal(recipe: LinearRecipe, *, experts: bool = False) -> str | None:
     """
     layers = _siblings(recipe)
     first = None
-    for layout in _LAYOUTS:
-        store = import_module(f"aoquant.export.{CHECKS[layout]}").store
+    for layout in ("compressed-tensors", "modelopt"):
+        store = layout_of(layout).store
         try:
             found = apart({name: store(p) for name, p in layers.items()}, {})
             if not found:

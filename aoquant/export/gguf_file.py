@@ -92,7 +92,7 @@ def _decide(
     """Return the contents, the file's tensors, and a writer that has the metadata and no file yet."""
     architecture = _architecture(source)
     scheme = kv_cache.scheme_of(source.modules, "gguf")
-    contents = contents_of(source, store, skip, "gguf")
+    contents = contents_of(source, skip, "gguf")
     kv_cache.check_layers(contents.layers, scheme, "gguf")
     entries = _entries(source, contents, architecture)
     writer = gguf.GGUFWriter(None, architecture.name)  # the file is named when it is written
