@@ -13,6 +13,7 @@ float model's outputs do not change. Layers that read one tensor share s.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,17 +133,18 @@ def _watched(
 ) -> dict[str, Inputs]:
     """Run the float model, and return the inputs of each link's layers by its source."""
     seen = {link.source: Inputs(-(-ROWS // len(batches))) for link in links}
-    mask: list[Tensor | None] = [None]
+    mask: Tensor | None = None
 
-    def watch(inputs: Inputs) -> Any:
-        return lambda module, args, kwargs: inputs.add(cast(Call(args, kwargs, None).input), mask[0])
+    def watch(source: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen[source].add(cast(Call(args, kwargs, None).input), mask)
 
     handles = [
-        modules[link.layers[0]].register_forward_pre_hook(watch(seen[link.source]), with_kwargs=True) for link in links
+        modules[link.layers[0]].register_forward_pre_hook(partial(watch, link.source), with_kwargs=True)
+        for link in links
     ]
     with hooked(handles), progress(len(batches), "inputs", "forward") as shown:
         for batch in batches:
-            mask[0] = tokens_that_count(batch)
+            mask = tokens_that_count(batch)
             run(model, batch)
             shown.update(1)
     return seen
