@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch import distributed, nn
 
 T = TypeVar("T")
 SHOWN = 10  # lines of a message
+_PASSED = ("aoquant", "torch", "contextlib", "functools")  # packages whose lines no warning names
 SECONDS = 10.0  # between two lines of progress
 
 
@@ -22,6 +24,14 @@ class AoquantWarning(UserWarning):
 
     warnings.filterwarnings("error", category=aoquant.AoquantWarning)
     """
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called aoquant, whatever lies between: more of aoquant, and what torch wraps around it."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, AoquantWarning, stacklevel=depth)
 
 
 def check_model(given: object, name: str = "model") -> None:
@@ -104,7 +114,7 @@ def progress(total: int, label: str, unit: str, *, show: bool = True) -> Any:
     A bar that redraws itself fills a log with control characters, so where stderr is no terminal there are lines: one
     at the start, then at most one every ten seconds, and one at the end. Of several ranks the first one writes.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if distributed.is_initialized():
         show = show and distributed.get_rank() == 0
     if show and (not sys.stderr.isatty() or find_spec("tqdm") is None):
         return Lines(total, label, unit)

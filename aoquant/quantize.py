@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant._messages import AoquantWarning, check_model, track
+from aoquant._messages import check_model, track, warn
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
@@ -180,7 +180,7 @@ def _as_before_adapters(model: nn.Module, planned: Plan, taken: Collection[int])
 
 def _warn(said: Iterable[str]) -> None:
     for message in said:
-        warnings.warn(message, AoquantWarning, stacklevel=3)
+        warn(message)
 
 
 def _check_filter(filter_fn: Filter) -> None:
@@ -377,7 +377,7 @@ def _warn_of_half(fqn: str, layer: QATLayer) -> None:
     weight = layer.matrix().detach()
     if not weight.is_meta:
         operand = layer.prepared.recipe.fprop_weight
-        half.warn(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight))
+        half.warn_of_loss(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight))
 
 
 @torch.no_grad()
@@ -420,7 +420,7 @@ def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -
         encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
     _warn_of_floors(change.fqn, operand, encoded, weight)
     if change.codes is None:  # others are no nearest ones, and prepare has looked at their scales
-        half.warn(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
+        half.warn_of_loss(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
@@ -437,11 +437,9 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
         floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
         share = floored.float().mean().item()
     if share > tiles.HEALTHY:
-        warnings.warn(
+        warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
-            f"precision or become zero: {_instead(operand)}leave it out",
-            AoquantWarning,
-            stacklevel=2,
+            f"precision or become zero: {_instead(operand)}leave it out"
         )
 
 

@@ -8,7 +8,6 @@ embeddings and layers that share a weight hold none, and an embedding whose scal
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, check_model
+from aoquant._messages import check_model, warn
 from aoquant.config import QATConfig
 from aoquant.experts.packed_experts import stacked
 from aoquant.experts.prepared import QATExperts
@@ -108,11 +107,9 @@ def _chosen(model: nn.Module) -> dict[str, Any]:
             )
     if left:
         some, many = next(iter(left.items())), f" and {len(left) - 1} more" if len(left) > 1 else ""
-        warnings.warn(
+        warn(
             f"{some[0]}{many}: an embedding makes its scales from its rows, and those of {some[1].format} made anew are others than the packed "
-            "ones: it stays packed, and is not trained",
-            AoquantWarning,
-            stacklevel=4,
+            "ones: it stays packed, and is not trained"
         )
     return {n: m for n, m in found.items() if n not in left}
 

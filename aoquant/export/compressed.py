@@ -25,7 +25,6 @@ import itertools
 import json
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,7 +42,7 @@ from compressed_tensors.quantization import (
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.export.contents import Contents
 from aoquant.export.embedding_rows import targets
 from aoquant.export.fused_checks import check_fused
@@ -295,7 +294,7 @@ def describe(source: Source, contents: Contents) -> Description:
             f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)"
         )
     for message in said:
-        warnings.warn(message, AoquantWarning, stacklevel=4)
+        warn(message)
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(modules for _, modules in groups.values()), left])
     schemes = {

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import listed, warn
 from aoquant.export.advice import other_formats
 from aoquant.export.embedding_rows import check_use, rows_of
 from aoquant.export.source import Source
@@ -96,11 +95,7 @@ def contents_of(source: Source, skip: Sequence[str], target: str) -> Contents:
     if not layers and quantised:
         raise ValueError("skip names every quantised layer: there is nothing to export")
     for note, modules in notes.items():
-        warnings.warn(
-            f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones",
-            AoquantWarning,
-            stacklevel=3,
-        )
+        warn(f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones")
     codes = {quantised[module].name for module in layers}
     floats = {name: w for name, w in source.weights.items() if name not in codes}
     return Contents(layers, floats)

@@ -10,7 +10,6 @@ tensors are the `gguf` library's mapping. Source: llama.cpp `convert_hf_to_gguf.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.export.gguf_limits import attention_factor, default_windows, differences, local_rope, windows
 
 
@@ -136,11 +135,9 @@ def _context(architecture: Architecture, config: Mapping[str, Any]) -> int:
     if not unknown or config["sliding_window"] >= length:
         return length
     window: int = config["sliding_window"]
-    warnings.warn(
+    warn(
         f"llama.cpp computes no sliding window for {architecture.name}: the file's context length is the window, {window} of {length} "
-        "tokens, up to which the two are the same",
-        AoquantWarning,
-        stacklevel=5,
+        "tokens, up to which the two are the same"
     )
     return window
 

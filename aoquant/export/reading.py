@@ -11,7 +11,6 @@ compute; layers with activations get the engine's quantiser (int8-row-vllm, ...)
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,7 +23,7 @@ from compressed_tensors.utils import is_match
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
 from aoquant.export.kv_cache import attach_scheme
@@ -105,11 +104,7 @@ def _check_rest(filling: Filling, schemes: QuantizationConfig) -> None:
         scales = filling.take([name for name in filling.stored if name.endswith(_CACHES)])
         reason = attach_scheme(filling.model, schemes.kv_cache_scheme, scales)
         if reason is not None:
-            warnings.warn(
-                f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float",
-                AoquantWarning,
-                stacklevel=2,
-            )
+            warn(f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float")
 
 
 def _does_something(field: Any) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +30,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.config import WeightConfig
 from aoquant.experts.families import experts_of, is_transposed, stacked_names, stacks_of
 from aoquant.files import checksums
@@ -147,11 +146,9 @@ class Quantizer(TorchAoHfQuantizer):
         if self.pre_quantized:
             forget_rebuilding(model)
         elif not isinstance(self.quantization_config.quant_type, FqnToConfig) and (experts := experts_of(model)):
-            warnings.warn(
+            warn(
                 f"stacked experts of {len(experts)} module(s), such as {next(iter(experts))}, stay float: TorchAoConfig quantises linear "
-                "layers as they are loaded; call aoquant.quantize_ on the loaded float model",
-                AoquantWarning,
-                stacklevel=2,
+                "layers as they are loaded; call aoquant.quantize_ on the loaded float model"
             )
         for module in model.modules():
             adopt(module)

@@ -50,7 +50,7 @@ def install(module: ModuleType) -> None:
         with _only_lora(tuner), _named(model):
             inject(tuner, model, *args, **kwargs)
         peft_gradients.mend(model)
-        tell_frozen([name for name, scale in learned.items() if not scale.requires_grad], stacklevel=3)
+        tell_frozen([name for name, scale in learned.items() if not scale.requires_grad])
 
     BaseTuner.inject_adapter = inject_adapter
     wrap = AuxiliaryTrainingWrapper.__init__

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback  # not Trainer: its import calls `install` of this module
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.experts.families import experts_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.linear.learned_scales import learned_scales, not_positive
@@ -83,11 +82,9 @@ class QATCallback(TrainerCallback):
         if self.router_drift and not experts_of(model):
             raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts: leave it out")
         if self.after >= state.max_steps:
-            warnings.warn(
+            warn(
                 f"training ends at step {state.max_steps}, so no step is fake-quantised: fake_quant_after_n_steps is "
-                f"{self.after}",
-                AoquantWarning,
-                stacklevel=2,
+                f"{self.after}"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> Any:
@@ -143,7 +140,7 @@ class ScaleCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         if problem := misplaced(model, kwargs.get("optimizer")):
-            warnings.warn(problem, AoquantWarning, stacklevel=2)
+            warn(problem)
 
     def on_log(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         self._check(model, "log")
@@ -154,7 +151,7 @@ class ScaleCallback(TrainerCallback):
     def _check(self, model: nn.Module, when: str) -> None:
         if when not in self.said and (problem := not_positive(model)):
             self.said.add(when)
-            warnings.warn(problem, AoquantWarning, stacklevel=2)
+            warn(problem)
 
 
 def misplaced(model: nn.Module, optimizer: Any) -> str | None:

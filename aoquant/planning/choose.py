@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, some
+from aoquant._messages import some, warn
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
@@ -275,11 +274,7 @@ def _warn_of_unmet(unmet: list[str], every: list[str], filter_fn: Filter | None)
         every = sorted({part for fqn in every for part in (fqn, *fqn.split("."))})
     for key in unmet:
         near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
-        warnings.warn(
-            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}",
-            AoquantWarning,
-            stacklevel=5,
-        )
+        warn(f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}")
 
 
 def _join(fqn: str, name: str) -> str:

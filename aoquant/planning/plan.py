@@ -8,7 +8,6 @@ time. So `aoquant.quantize_` first lists every layer by its fully qualified name
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import listed, warn
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.distributed.fsdp import GATHER, compute_dtypes
 from aoquant.distributed.gathered import PACKED, GatheredWeight
@@ -81,10 +80,8 @@ def plan(
         raise ValueError(borrowed)
     choice = choose(model, config, filter_fn)
     if choice.left_alone:
-        warnings.warn(
-            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {'; '.join(choice.left_alone)}",
-            AoquantWarning,
-            stacklevel=3,
+        warn(
+            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {'; '.join(choice.left_alone)}"
         )
     _refuse_adapted(model, choice)
     changes, refused = _checked(model, choice.layers)

@@ -143,7 +143,7 @@ def _warn_of_half(change: Change, weight: Tensor, made: list[PackedTensor], firs
         w_NK = (w.t() if is_transposed(module) else w).to(packed.device, change.dtype).contiguous()
         held = module.held_scales(change.parameter, first + e) if isinstance(module, QATExperts) else None
         shares.append(half.share_lost(operand, packed.encoded, w_NK, held))
-    half.warn(change.fqn, operand, max(shares))
+    half.warn_of_loss(change.fqn, operand, max(shares))
 
 
 @torch.no_grad()

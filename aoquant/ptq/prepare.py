@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import listed, warn
 from aoquant.config import QATConfig, by_layer
 from aoquant.linear.prepared import QATLinear
 from aoquant.planning.changes import Chosen
@@ -81,10 +80,8 @@ def prepare_layers(
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{listed(problems)}")
     planned = plan(model, by_layer(configs), None, skip_incompatible=skip_incompatible)
     if planned.skipped:
-        warnings.warn(
-            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:{listed(planned.skipped.values())}",
-            AoquantWarning,
-            stacklevel=4,
+        warn(
+            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:{listed(planned.skipped.values())}"
         )
     rows: list[PTQRow] = []
     for change in planned.layers:

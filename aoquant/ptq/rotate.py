@@ -12,7 +12,6 @@ Sources: Ashkboos et al. 2024 (QuaRot), Liu et al. 2024 (SpinQuant; its rotation
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning, refuse
+from aoquant._messages import refuse, warn
 from aoquant.linear.kinds import is_linear, matrix_of
 from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.tied import identity
@@ -164,10 +163,8 @@ def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     size = embedding.weight.numel() * embedding.weight.element_size() / 1e6
-    warnings.warn(
-        f"R1 unties the output head from the embedding, because the final norm's gain is folded into it: {size:.0f} MB more",
-        AoquantWarning,
-        stacklevel=6,
+    warn(
+        f"R1 unties the output head from the embedding, because the final norm's gain is folded into it: {size:.0f} MB more"
     )
 
 

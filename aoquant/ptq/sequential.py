@@ -9,7 +9,6 @@ scales of input channels are folded into the float model first, which does not c
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from aoquant._messages import AoquantWarning, check_model, progress, refuse
+from aoquant._messages import check_model, progress, refuse, warn
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, named
 from aoquant.experts.prepared import QATReadExperts
@@ -216,7 +215,7 @@ class _Run:
             give_weight(change.module, nn.Parameter(built, requires_grad=False))
         made = [row for _, row in self.done.values()]
         for warning in (*_not_shown(made, self.layers), *missing_kernels(self.later, None)):
-            warnings.warn(warning, AoquantWarning, stacklevel=4)
+            warn(warning)
         return made
 
     def _visit(self, visit: blocks.Visit) -> None:
