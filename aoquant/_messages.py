@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -74,6 +75,15 @@ def refuse(problems: Mapping[str, str], unchanged: str = "the model is unchanged
     if problems:
         shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; {unchanged}:{shown}")
+
+
+@contextmanager
+def naming(what: str, then: str = "") -> Iterator[None]:
+    """Put what a ValueError that is raised inside is about in front of it, and what to do behind it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}{then}") from None
 
 
 def one_line(error: BaseException) -> str:

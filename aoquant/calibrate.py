@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._messages import check_model, refuse, track
+from aoquant._messages import check_model, naming, refuse, track
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.kv import hook
@@ -166,10 +166,8 @@ def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> It
 
     def watch(fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         x = next(iter((*args, *kwargs.values())))
-        try:
+        with naming(fqn or "linear"):
             check_width(x, layers[fqn].in_features)
-        except ValueError as error:
-            raise ValueError(f"{fqn or 'linear'}: {error}") from None
         seen[fqn].add(cast(x))
 
     return (layers[fqn].register_forward_pre_hook(partial(watch, fqn), with_kwargs=True) for fqn in seen)

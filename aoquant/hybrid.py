@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torchao.core.config import AOBaseConfig
 
+from aoquant._messages import naming
 from aoquant.formats import HighPrecision, Operand, get_operand
 from aoquant.formats.delayed import SELECTS
 from aoquant.linear import law
@@ -92,10 +93,8 @@ class HybridConfig(AOBaseConfig):
                 raise ValueError(f"HybridConfig: {slot} is a Cast, the name of a format or None, got {given!r}")
             cast = given if isinstance(given, Cast) else Cast(given, SOURCES.get(slot, "original"))
             object.__setattr__(self, slot, cast)
-            try:
+            with naming(f"HybridConfig: {slot}"):
                 self.has_base(slot) or cast.operand()
-            except ValueError as error:
-                raise ValueError(f"HybridConfig: {slot}: {error}") from None
         if self.save not in SAVES[1:]:
             raise ValueError(f"HybridConfig: save is one of {', '.join(SAVES[1:])}, got {self.save!r}")
         check_seed("HybridConfig", self.seed)
@@ -197,11 +196,8 @@ def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
         raise ValueError(
             f"backward is {', '.join(METHODS)}, the name of a format for gradients, a HybridConfig or None, got {backward!r}"
         )
-    try:
-        operand = get_operand(METHODS.get(backward, backward))
-    except ValueError as error:
-        raise ValueError(f"backward is {', '.join(METHODS)}, or a format for gradients: {error}") from None
-    return dict.fromkeys(BACKWARD, operand)
+    with naming(f"backward is {', '.join(METHODS)}, or a format for gradients"):
+        return dict.fromkeys(BACKWARD, get_operand(METHODS.get(backward, backward)))
 
 
 torch.serialization.add_safe_globals([Cast, HybridConfig])  # torch.load(weights_only=True)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant._messages import check_model, track, warn
+from aoquant._messages import check_model, naming, track, warn
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
@@ -421,10 +421,8 @@ def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -
     _warn_of_floors(change.fqn, operand, encoded, weight)
     if change.codes is None:  # others are no nearest ones, and prepare has looked at their scales
         half.warn_of_loss(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
-    try:
+    with naming(f"{change.fqn or 'nn.Linear'} {tuple(weight.shape)}"):  # a layout may need its own kernel package
         return target.build(encoded, weight)
-    except ValueError as error:  # a layout that only its own kernel package can pack
-        raise ValueError(f"{change.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
 def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import check_model, warn
+from aoquant._messages import check_model, naming, warn
 from aoquant.config import QATConfig
 from aoquant.experts.packed_experts import stacked
 from aoquant.experts.prepared import QATExperts
@@ -151,14 +151,12 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
     choices: list[Scales | None] = [None]
     if not anew:
         _check_held(fqn, each[0])
-    try:
+    with naming(fqn):
         config = replace(config, scales="dynamic" if anew else "static")
         recipe = prepare_target(config).recipe
         if not anew:
             firsts = zip(*map(_held, each), strict=True)
             choices = [Scales(*(p[0] if p[0] is None else stacked(p) for p in zip(*s, strict=True))) for s in firsts]
-    except ValueError as error:
-        raise ValueError(f"{fqn}: {error}") from None
     for scales in choices:
         if isinstance(module, QATExperts) and name in module.stacks:
             module.unprepare_stack(name)

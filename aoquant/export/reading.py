@@ -23,7 +23,7 @@ from compressed_tensors.utils import is_match
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aoquant._messages import warn
+from aoquant._messages import naming, warn
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
 from aoquant.export.kv_cache import attach_scheme
@@ -125,10 +125,8 @@ def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: l
                 f"{filling.folder}: {piece.module} has no scales, and {pieces[0].module} has: copy it again"
             )
         made[piece.expert].append(_layer(filling, schemes, piece.module, like))
-    try:
+    with naming(f"{filling.folder}: {name}", ". Load it with transformers"):
         return [joined_rows(parts) for parts in made]
-    except ValueError as error:
-        raise ValueError(f"{filling.folder}: {name}: {error}. Load it with transformers") from None
 
 
 def _layer(
@@ -153,7 +151,7 @@ def _layer(
 def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dtype: torch.dtype) -> PackedTensor:
     """Return one layer's weight. parts: stored tensors, by the name that follows the module's."""
     args = scheme.weights
-    try:
+    with naming(f"{label}: aoquant has no format for this layer", ". Load it with transformers"):
         if args is None or "weight_g_idx" in parts:
             raise ValueError("its columns are reordered (weight_g_idx)" if args else "its weights have no scheme")
         if scheme.output_activations is not None:
@@ -161,8 +159,6 @@ def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dt
         activation = _activation(scheme.input_activations, parts)
         format, encoded = _encoded(args, parts, dtype)
         recipe = LinearRecipe(activation, get_format(format), "aoquant" if activation else "dequantize")
-    except ValueError as error:
-        raise ValueError(f"{label}: aoquant has no format for this layer: {error}. Load it with transformers") from None
     return PackedTensor.from_encoded(encoded, recipe, dtype)
 
 

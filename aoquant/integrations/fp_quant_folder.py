@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 from transformers import PreTrainedModel
 
+from aoquant._messages import naming
 from aoquant.config import QATConfig
 from aoquant.export.filling import Filling
 from aoquant.formats import Encoded, layout
@@ -64,14 +65,12 @@ def load(
         if not isinstance(module, nn.Linear) or name.endswith(tuple(skipped)):
             continue
         parts = _parts(filling, name, "weight" if master else "qweight")
-        try:
+        with naming(f"{folder}: {name}"):
             transform, order = _transform(parts["forward_hadamard_matrix"], plain.fprop_weight.block or 1)
             if master:
                 configs[name] = replace(config, base_config=replace(base, transform=transform))
                 continue
             recipe, encoded = _encoded(plain, transform, order, parts, *module.weight.shape)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {name}: {error}") from None
         filling.put(f"{name}.weight", PackedTensor.from_encoded(encoded, recipe, filling.dtype))
     model = filling.finish()
     if configs:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from aoquant._messages import check_model
+from aoquant._messages import check_model, naming
 from aoquant.distributed import fsdp
 from aoquant.distributed.gathered import GatheredWeight, Layout
 from aoquant.experts.prepared import QATExperts
@@ -76,14 +76,12 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         why = why or _why_not(recipe, p)
         if why is None:
             dtype = group.mp_policy.param_dtype or p.sharded_param.dtype
-            try:
+            with naming(fqn or "linear"):
                 shape, part = p.sharded_param.shape, p.padded_sharded_param_size[0]
                 if stack:
                     made = Gathering.of_experts(recipe, shape, part, dtype, fqn, layers[0].is_transposed)
                 else:
                     made = Gathering.of(recipe, shape, part, dtype)
-            except ValueError as error:
-                raise ValueError(f"{fqn or 'linear'}: {error}") from None
             if made.length > 2 * p.padded_sharded_param_size.numel():
                 why = (
                     f"bf16: its codes take {made.length / p.padded_sharded_param_size.numel():.2f} bytes for each value"

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import some, warn
+from aoquant._messages import naming, some, warn
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
@@ -194,10 +194,8 @@ def _check_names(config: FqnToConfig) -> None:
     fields = Fields(config)
     if fields.module_fqn_to_config not in ({}, fields.fqn_to_config):
         raise ValueError("FqnToConfig: module_fqn_to_config is not fqn_to_config: give the latter alone")
-    try:
+    with naming("FqnToConfig"):
         fields.check()
-    except ValueError as error:
-        raise ValueError(f"FqnToConfig: {error}") from None
     for key in config.fqn_to_config:
         if key.startswith("re:"):
             try:

@@ -22,7 +22,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant._messages import listed, warn
+from aoquant._messages import listed, naming, warn
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.distributed.fsdp import GATHER, compute_dtypes
 from aoquant.distributed.gathered import PACKED, GatheredWeight
@@ -154,10 +154,8 @@ def plan_layer(module: Any, config: Any, fqn: str = "", parameter: str = "weight
         ValueError: with the layer's name and shape, what was required, what was got and what to do.
     """
     chosen = Chosen(fqn, module, config, parameter)
-    try:
+    with naming(_label(chosen)):
         return _change(chosen)
-    except ValueError as error:
-        raise ValueError(f"{_label(chosen)}: {error}") from None
 
 
 def _label(chosen: Chosen) -> str:

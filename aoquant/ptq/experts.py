@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aoquant._messages import naming
 from aoquant.config import QATConfig
 from aoquant.experts.packed_experts import packed_experts, stacked
 from aoquant.experts.prepared import QATExperts, QATReadExperts
@@ -29,6 +30,7 @@ from aoquant.ptq.gram import InputGram, deployed_input
 from aoquant.ptq.ptq_report import PTQRow
 from aoquant.unpack import stack_with_codes
 
+UNCHANGED = ". The model is unchanged"
 LEAST = 0.005  # share of all tokens that an expert needs
 FACTOR_BYTES = 1 << 30  # of the factors that exist at once
 
@@ -75,7 +77,7 @@ def choose(
     for start in range(0, len(shown), together):
         some, weights = shown[start : start + together], list[tuple[int, gptq.Weight]]()
         for e in some:
-            try:
+            with naming(f"{stack}, expert {e}", UNCHANGED):
                 h_KK, ahead_KK = grams[e].mean()
                 chosen = chooses and e not in few
                 factor = gptq.factor(h_KK, config.damping, config.act_order) if chosen else None
@@ -86,8 +88,6 @@ def choose(
                     target_NK = gptq.towards_float(target_NK, moved_NK, factor, recipe.fprop_input)
                 if clips and e not in few:
                     codes[e] = clip.encode(operand.format, target_NK.to(encoded_NK.dtype), None, h_KK)
-            except ValueError as error:
-                raise ValueError(f"{stack}, expert {e}: {error}. The model is unchanged") from None
             diagonal_K = h_KK.diagonal()
             if factor is not None:
                 damping = max(damping, factor.damping)

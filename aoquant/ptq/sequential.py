@@ -9,8 +9,8 @@ scales of input channels are folded into the float model first, which does not c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from aoquant._messages import check_model, progress, refuse, warn
+from aoquant._messages import check_model, naming, progress, refuse, warn
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, named
 from aoquant.experts.prepared import QATReadExperts
@@ -210,7 +210,7 @@ class _Run:
                     self._visit(visit)
         for change in self.later:
             packed = change.weight
-            with _refused(change.fqn):
+            with naming(change.fqn, experts.UNCHANGED):
                 built = change.target.build(packed.encoded, packed)
             give_weight(change.module, nn.Parameter(built, requires_grad=False))
         made = [row for _, row in self.done.values()]
@@ -292,7 +292,7 @@ class _Run:
             encoded[fqn] = operand.transformed(self.layers[fqn].matrix().detach(), matrix)
         rounded = {fqn: self.layers[fqn].encode_weight() for fqn in members}
         # A Gram matrix is as large as the inputs of a block: each is freed when what follows from it is there.
-        with _refused(members[0]):
+        with naming(members[0], experts.UNCHANGED):
             gram = self._gram(visit, members[0], first)
             tokens = gram.rows
             h_KK, ahead_KK = gram.mean()
@@ -311,13 +311,13 @@ class _Run:
         del ahead_KK
         codes, diagonal_K, order_K, damping, factor = dict(rounded), h_KK.diagonal(), None, 0.0, None
         if chooses:
-            with _refused(members[0]):
+            with naming(members[0], experts.UNCHANGED):
                 factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
             x_as = first.prepared.recipe.fprop_input
             moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor, x_as) for fqn, of_NK in moved.items()}
         for fqn in members if clips else ():
             w_NK, held = encoded[fqn], self.layers[fqn].held_scales("weight")
-            with _refused(fqn, "Leave out clip. "):
+            with naming(fqn, f". Leave out clip{experts.UNCHANGED}"):
                 codes[fqn] = clip.encode(operand.format, moved.get(fqn, w_NK).to(w_NK.dtype), held, h_KK)
         if factor is not None:
             diagonal_K, order_K, damping = factor.write_upper(h_KK), factor.order_K, factor.damping
@@ -387,15 +387,6 @@ class _Run:
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         if not with_codes(layer, packed):
             raise experts.no_weight(fqn, layer.prepared.recipe, layer.weight.dtype)
-
-
-@contextmanager
-def _refused(fqn: str, advice: str = "") -> Iterator[None]:
-    """Name a layer in what is refused inside."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{fqn}: {error}. {advice}The model is unchanged") from None
 
 
 def _not_shown(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:
