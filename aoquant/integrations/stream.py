@@ -26,8 +26,7 @@ from aoquant.config import named
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import Staged, check_free
 from aoquant.files.safetensors_file import StoredTensor, header, replace_metadata, reserve
-from aoquant.integrations.skeleton import Skeleton, build, empty_model
-from aoquant.integrations.stream_sources import Source, with_shared_scales
+from aoquant.integrations.skeleton import Skeleton, Source, build, empty_model, with_shared_scales
 from aoquant.planning.coverage import Coverage
 from aoquant.tools.doctor import check_device
 

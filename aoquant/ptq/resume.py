@@ -40,23 +40,17 @@ def key_of(model: nn.Module, batches: Sequence[Any], asked: object) -> str:
     return hashlib.sha256(f"{RULES} {digest(tensors)} {asked!r} {others!r}".encode()).hexdigest()
 
 
-def blocks(folder: Any, model: nn.Module, batches: Sequence[Any], asked: object) -> Blocks:
-    """Return the finished blocks of this calibration in a folder, which need not exist.
-
-    Raises:
-        ValueError: it is no path, or a file.
-    """
-    check_path(folder, "checkpoint", "a folder")
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ValueError(f"checkpoint must be a folder, and {folder} is a file: give a folder, which need not exist")
-    return Blocks(Path(folder), key_of(model, batches, asked))
-
-
 class Blocks:
-    """The finished blocks in a folder. key: of this calibration."""
+    """The finished blocks of a calibration in a folder, which need not exist."""
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self.key = folder, key
+    def __init__(self, folder: Any, model: nn.Module, batches: Sequence[Any], asked: object) -> None:
+        """Raise ValueError: the folder is no path, or a file."""
+        check_path(folder, "checkpoint", "a folder")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(
+                f"checkpoint must be a folder, and {folder} is a file: give a folder, which need not exist"
+            )
+        self.folder, self.key = Path(folder), key_of(model, batches, asked)
 
     def read(self, fqn: str, *, verify: bool = True) -> Found | None:
         """Return the codes and rows of a block's layers; None where it is not finished. verify: compare checksums.

@@ -100,7 +100,7 @@ def calibrate_ptq(
     there = None if device is None else torch.device(device)
     if there is not None:
         given = tree_map(lambda t: t.to(there) if isinstance(t, Tensor) else t, given)
-    store = None if checkpoint is None else resume.blocks(checkpoint, model, given, asked)
+    store = None if checkpoint is None else resume.Blocks(checkpoint, model, given, asked)
     try:
         with (
             restoring(list(model.modules())),
