@@ -94,16 +94,14 @@ def choose(
                 diagonal_K = factor.write_upper(h_KK)
                 weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, diagonal_K, factor.order_K)))
             by_rounding_NK = gptq.decoded(operand.format, rounded, values_in)
-            (once,) = gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
-            nearest += grams[e].rows * once
+            nearest += grams[e].rows * gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
             if factor is None:
                 values_NK = by_rounding_NK if codes[e] is rounded else gptq.decoded(operand.format, codes[e], values_in)
-                (once,) = gptq.missed(target_NK, h_KK, diagonal_K, values_NK)
-                lost += grams[e].rows * once
+                lost += grams[e].rows * gptq.missed(target_NK, h_KK, diagonal_K, values_NK)
         if weights:
             made = gptq.choose_codes([w for _, w in weights], operand.format, values_in)
-            for (e, _), best in zip(weights, made, strict=True):
-                codes[e], lost = best.encoded, lost + grams[e].rows * best.error
+            for (e, _), (best, error) in zip(weights, made, strict=True):
+                codes[e], lost = best, lost + grams[e].rows * error
     rows = sum(gram.rows for gram in grams)
     notes = [f"{_counted(few)} of {len(grams)} are rounded to the nearest"] if few else []
     notes += [f"needed damping {damping:g}"] if damping > config.damping else []

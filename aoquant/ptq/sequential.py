@@ -330,16 +330,12 @@ class _Run:
         for fqn in members:
             layer, e, target_NK = self.layers[fqn], codes[fqn], moved.pop(fqn, encoded[fqn].float())
             values_in = layer.weight.dtype if operand.transform is None else torch.float32
-            lost = nearest = None
+            nearest = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, rounded[fqn], values_in))
             if order_K is not None:
                 weight = gptq.Weight(target_NK, e, h_KK, diagonal_K, order_K)
-                (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
-                e, lost, nearest = chosen.encoded, chosen.error, None if clips else chosen.nearest
-            if lost is None:
-                (lost,) = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, e, values_in))
-            if nearest is None:
-                by_rounding_NK = gptq.decoded(operand.format, rounded[fqn], values_in)
-                (nearest,) = gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
+                ((e, lost),) = gptq.choose_codes([weight], operand.format, values_in)
+            else:
+                lost = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, e, values_in))
             row = PTQRow(fqn, operand.name, tokens, lost, nearest, damping, "; ".join(notes), int(few))
             self._place(fqn, None if e is rounded[fqn] else e, row)
 
