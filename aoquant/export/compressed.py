@@ -33,12 +33,7 @@ import torch
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-    QuantizationStatus,
-)
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -47,16 +42,7 @@ from aoquant.export.contents import Contents
 from aoquant.export.embedding_rows import targets
 from aoquant.export.fused_checks import check_fused
 from aoquant.export.source import Source
-from aoquant.export.targets import (
-    EXPERT,
-    Description,
-    Stored,
-    Unfit,
-    one_outer,
-    power_of_two,
-    recipe_name,
-    symmetric,
-)
+from aoquant.export.targets import EXPERT, Description, Stored, Unfit, one_outer, power_of_two, recipe_name, symmetric
 from aoquant.formats import MX, Affine, Float8, Format, Operand, get_format
 from aoquant.formats.ggml import KINDS
 from aoquant.linear.tensor import PackedTensor

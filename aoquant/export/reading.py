@@ -21,7 +21,6 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils import is_match
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from aoquant._messages import naming, warn
 from aoquant.experts.packed_experts import packed_experts
@@ -47,19 +46,14 @@ _CACHES = tuple(f".{of}_{part}" for of in ("k", "v", "q") for part in ("scale", 
 _CHANGES = ("sparsity_config", "transform_config", "moe_sparsity_config")
 
 
-def load(
-    folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
-) -> PreTrainedModel:
-    """The model of a compressed-tensors folder, its quantised layers and experts packed.
-
-    dtype: of what stays float and of layers' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
+def fill(filling: Filling) -> None:
+    """Pack the quantised layers and experts of a compressed-tensors folder.
 
     Raises:
-        ValueError: a scheme that no format of ours equals, files that do not fit the model, or another device_map.
+        ValueError: a scheme that no format of ours equals, or files that do not fit the model.
     """
-    filling = Filling(folder, model_class, dtype, device_map, "compressed-tensors")
     schemes = QuantizationConfig.model_validate(filling.quantization)
-    _check_patterns(folder, schemes)
+    _check_patterns(filling.folder, schemes)
     _check_rest(filling, schemes)
     for name, module in filling.model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and (scale := filling.names.get(f"{name}.weight_scale")):
@@ -68,7 +62,6 @@ def load(
     for name, pieces in filling.stacks.items():
         if pieces and f"{pieces[0].module}.weight_scale" in filling.stored:
             filling.put(name, packed_experts(_experts(filling, schemes, name, pieces)))
-    return filling.finish()
 
 
 def _check_patterns(folder: Path, schemes: QuantizationConfig) -> None:
