@@ -413,9 +413,7 @@ def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -
         encoded = change.codes[0]
     elif not operand.portable:  # another device would make other codes than the layer trained with
         made = operand.encode(trained, scales)
-        codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made.tensors)
-        assert codes is not None
-        encoded = Encoded(codes, scale, zero, outer, made.k)
+        encoded = Encoded.of((t if t is None else t.to(weight.device) for t in made.tensors), made.k)
     else:
         encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
     _warn_of_floors(change.fqn, operand, encoded, weight)

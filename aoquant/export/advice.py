@@ -54,6 +54,5 @@ def _fused_apart(source: Source) -> bool:
         if isinstance(packed, PackedTensor) and packed.per_tensor_scale is not None:
             numbers[weight.module] = packed.per_tensor_scale
         elif isinstance(packed, PackedTensor) and packed.weight_format.reach == "tensor":
-            assert packed.scale is not None
-            numbers[weight.module] = packed.scale
+            numbers[weight.module] = packed.encoded.scales
     return bool(unequal(numbers, source.modules))

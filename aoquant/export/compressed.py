@@ -87,29 +87,26 @@ def store(p: PackedTensor) -> Stored:
 
 
 def _float8(format: Float8, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
     strategy = {"row": "channel", "tensor": "tensor", "block": "block"}[format.per]
     block = [format.rows, format.cols] if format.per == "block" else None
-    scale = p.scale.reshape(1) if format.per == "tensor" else p.scale
+    scale = p.encoded.scales.reshape(1) if format.per == "tensor" else p.encoded.scales
     args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=block)
     return {"weight": p.qdata, "weight_scale": scale}, args
 
 
 def _mx(format: MX, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
     name = "weight_packed" if format.bits == 4 else "weight"
     args = QuantizationArgs(num_bits=format.bits, type="float", strategy="group", group_size=32, **_E8M0)
-    return {name: p.qdata, "weight_scale": p.scale.view(torch.uint8)}, args
+    return {name: p.qdata, "weight_scale": p.encoded.scales.view(torch.uint8)}, args
 
 
 def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
-    scale = p.scale
+    scale = stored = p.encoded.scales
     if not (format.width == 8 and p.activation):  # int-quantized scales stay float32 in every engine
-        scale = p.scale.to(p.dtype)
-        if not torch.equal(scale.float(), p.scale.float()):
+        scale = stored.to(p.dtype)
+        if not torch.equal(scale.float(), stored.float()):
             raise Unfit(
-                f"{format.name} has {_short(p.scale.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
+                f"{format.name} has {_short(stored.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
                 f"train the recipe {_recipe_name(_intx(format), p)}, whose scales are the model's dtype",
             )
     strategy = {"group": "group", "row": "channel", "tensor": "tensor"}[format.per]
@@ -136,7 +133,6 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
 
 
 def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
     outer = one_outer(p, "readers hold one", _nvfp4_recipe(p))
     if not power_of_two(outer):
         raise Unfit(
@@ -144,7 +140,7 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
             f"{_nvfp4_recipe(p)}, whose outer scales are powers of two",
         )
     args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, **_E4M3)
-    return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer}, args
+    return {"weight_packed": p.qdata, "weight_scale": p.encoded.scales, "weight_global_scale": 1.0 / outer}, args
 
 
 # by `Format.standard`

@@ -109,8 +109,8 @@ def choose(
     row = PTQRow(stack, operand.name, rows, *missed, damping, "; ".join(notes), len(few))
     if all(e in few for e in shown) or not (chooses or clips):
         return None, row  # the nearest, which convert makes
-    scale, zero, outer = (None if t[0] is None else stacked(t) for t in list(zip(*codes, strict=True))[1:4])
-    return Encoded(stacked([e.codes for e in codes]), scale, zero, outer, codes[0].k), row
+    parts = zip(*(e.tensors for e in codes), strict=True)
+    return Encoded.of((None if t[0] is None else stacked(t) for t in parts), codes[0].k), row
 
 
 def place(fqn: str, module: Any, name: str, codes: Encoded | None, *, packs: bool) -> None:
@@ -124,7 +124,7 @@ def place(fqn: str, module: Any, name: str, codes: Encoded | None, *, packs: boo
     if codes is not None:
         on = [None if t is None else t.to(weight.device) for t in codes.tensors]
         split: list[Any] = [[None] * len(weight) if t is None else t.unbind() for t in on]
-        each = [Encoded(c, scale, zero, outer, codes.k) for c, scale, zero, outer in zip(*split, strict=True)]
+        each = [Encoded.of(parts, codes.k) for parts in zip(*split, strict=True)]
     if packs:
         change = plan_layer(module, QATConfig(step="convert"), stack, name)
         assert change is not None

@@ -102,5 +102,4 @@ class Blocks:
 def _encoded(parts: Mapping[str, Tensor], layer: str, k: int | None) -> Encoded | None:
     if k is None:
         return None
-    scale, zero, outer = (parts.get(f"{layer}:{part}") for part in _PARTS[1:])
-    return Encoded(parts[f"{layer}:codes"], scale, zero, outer, k)
+    return Encoded.of((parts.get(f"{layer}:{part}") for part in _PARTS), k)

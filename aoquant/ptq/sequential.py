@@ -198,7 +198,7 @@ class _Run:
         reached = {fqn for block in found for fqn in block.layers}
         refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
-        total = len(self.layers) + sum(len(module.stacks) for module in self.stacks.values())
+        total = sum(len(self._names(fqn)) for fqn in self.layers | self.stacks)
         with closing(walk), progress(total, self.config.method, "layer") as self.shown:
             for i, visit in enumerate(chain(walk, [None])):
                 if i:
@@ -218,15 +218,14 @@ class _Run:
             warn(warning)
         return made
 
+    def _names(self, fqn: str) -> list[str]:
+        """Return the names that get codes: of a layer, or of a module's stacks."""
+        return [f"{fqn}.{name}" for name in self.stacks[fqn].stacks] if fqn in self.stacks else [fqn]
+
     def _visit(self, visit: blocks.Visit) -> None:
         """Calibrate one block, group by group, or give it the codes that were found before."""
         if self.store is not None and (before := self.store.read(visit.block.fqn)) is not None:
-            stacked = {fqn: self.stacks[fqn].stacks for fqn in visit.block.layers if fqn in self.stacks}
-            asked = {
-                n
-                for fqn in visit.block.layers
-                for n in ([f"{fqn}.{p}" for p in stacked[fqn]] if fqn in stacked else [fqn])
-            }
+            asked = {name for fqn in visit.block.layers for name in self._names(fqn)}
             if other := ", ".join(sorted(before.keys() ^ asked)):
                 raise ValueError(
                     f"{visit.block.fqn}: the checkpoint has codes of other layers ({other}): give the same filter_fn, or an empty folder"
@@ -366,8 +365,7 @@ class _Run:
         layer = self.layers[fqn]
         if encoded is not None:
             where = layer.weight.device
-            scale, zero, outer = (None if t is None else t.to(where) for t in encoded.tensors[1:])
-            encoded = Encoded(encoded.codes.to(where), scale, zero, outer, encoded.k)
+            encoded = Encoded.of((None if t is None else t.to(where) for t in encoded.tensors), encoded.k)
         if self.step is None:
             change = plan_layer(layer, QATConfig(step="convert"), fqn)
             assert change is not None
