@@ -100,14 +100,11 @@ def _decide(
     gguf_arch.add_metadata(writer, architecture, source.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(entries))
-    if source.folder is not None:
-        gguf_tokenizer.add(writer, source.folder, source.config["vocab_size"], str(source.folder))
-        return architecture, contents, entries, writer
     with tempfile.TemporaryDirectory() as made:
-        if tokenizer is not None:
+        if tokenizer is not None and source.folder is None:
             tokenizer.save_pretrained(made)
-        name = "the model in memory" if tokenizer is None else type(tokenizer).__name__
-        gguf_tokenizer.add(writer, Path(made), source.config["vocab_size"], name)
+        owner = source.folder or ("the model in memory" if tokenizer is None else type(tokenizer).__name__)
+        gguf_tokenizer.add(writer, source.folder or Path(made), source.config["vocab_size"], str(owner))
     return architecture, contents, entries, writer
 
 
