@@ -5,8 +5,6 @@ changed, and nothing that concerns the whole model is seen. torchao's `QATConfig
 torchao's, so its handler is registered again, chained: our configs, and layers that we prepared, come to us.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import MutableMapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Tell a user: warnings, refusals of wrong arguments, lists of layers, progress of long work."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -155,7 +153,7 @@ class Lines:
         if self.last != self.n:
             self._write()
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> "Lines":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,8 +6,6 @@ own `measure` makes the scale. A layer with a fitted transform adds up the Gram 
 (`transforms/wush.py`). Ranks are reduced before anything is measured, and nothing is written unless all is usable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any

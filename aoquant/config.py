@@ -5,8 +5,6 @@ step=...)` wraps it. Configs are plain dataclasses of names and numbers, so that
 a checkpoint; their `version`, which torchao writes, is the checkpoint schema.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@ The forward's pair is what convert deploys. Configs are values: a change of mind
 again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +112,12 @@ class HybridConfig(AOBaseConfig):
             raise ValueError(f"HybridConfig: {reason}")
 
     @classmethod
-    def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> HybridConfig:
+    def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> "HybridConfig":
         """Return one format for both operands of fprop, another for dgrad and wgrad. options: further fields."""
         return cls(fprop_input=fwd, fprop_weight=fwd, **dict.fromkeys(BACKWARD, bwd), **options)
 
     @classmethod
-    def bwd(cls, bwd: str | None, **options: Any) -> HybridConfig:
+    def bwd(cls, bwd: str | None, **options: Any) -> "HybridConfig":
         """Return one format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
         backward=HybridConfig.bwd("te-nvfp4"))`.
         """
@@ -175,7 +173,7 @@ class HybridConfig(AOBaseConfig):
             return str(error)
         return None
 
-    def replaced(self, **fields: Any) -> HybridConfig:
+    def replaced(self, **fields: Any) -> "HybridConfig":
         """Return this config with other fields."""
         return dataclasses.replace(self, **fields)
 

@@ -6,8 +6,6 @@ on one GPU, so a float weight there goes as soon as it is packed, and what could
 kind is packed and forgotten before anything is touched.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

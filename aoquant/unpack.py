@@ -6,8 +6,6 @@ has its code; layers where none has are an error. Experts hold scales unless the
 embeddings and layers that share a weight hold none, and an embedding whose scales would be others stays packed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which other formats of export hold a layer that one refuses: each is asked by its own check, nothing is assumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module

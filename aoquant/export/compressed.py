@@ -19,8 +19,6 @@ wants one scheme for gate, up and down. Routers are linear layers in vLLM, so th
 `compressed_tensors_moe.py`, `get_moe_method`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -5,8 +5,6 @@ error, each of the first ten with the reason and the nearest format that would. 
 float dtype: their values are those that the layer multiplies by, decoded once.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Readers of other libraries' folders put quantised weights in first, and let the 
 the model's where transformers renames tensors or stacks experts; a folder with the model's own names is read as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

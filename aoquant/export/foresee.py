@@ -2,8 +2,6 @@
 pack them, and export's own checks are asked. No rule is written twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

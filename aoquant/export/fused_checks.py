@@ -7,8 +7,6 @@ Source: vLLM 0.32, `compressed_tensors_w4a4_nvfp4.py`, `compressed_tensors_w8a8_
 `requantize_with_max_scale`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

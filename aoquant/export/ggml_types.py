@@ -13,8 +13,6 @@ own, `.scale`. ggml multiplies in float32, so a value is not rounded to the mode
 round it: said as a note. Source: `gguf.quants`, ggml `ggml-common.h`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

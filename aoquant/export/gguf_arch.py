@@ -13,8 +13,6 @@ Source: llama.cpp `src/models/*.cpp`, `src/llama-context.cpp`. Windows, YaRN and
 llama-cpp-python 0.3.36 against transformers; the rest was read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ vectors are F32, as llama.cpp wants them. The file appears under its name when i
 from its start to its end by the `gguf` library, so an interrupted export starts anew.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Sequence

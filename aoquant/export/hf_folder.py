@@ -1,7 +1,5 @@
 """A Hugging Face folder in another library's layout: config.json, safetensors, generation config and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

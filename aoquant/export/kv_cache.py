@@ -12,8 +12,6 @@ for each query head. Source: vLLM `maybe_remap_kv_scale_name`, `get_cache_scale_
 `unified_export_hf.py`; SGLang `fp4_kv_cache_quant_method.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

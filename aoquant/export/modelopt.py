@@ -15,8 +15,6 @@ here (train the recipe vllm-nvfp4 or vllm-nvfp4-weight). Source: docs/features/q
 modelopt's export of a unified Hugging Face checkpoint.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ them, and become packed stacks. Weight-only layers get the contract "dequantize"
 compute; layers with activations get the engine's quantiser (int8-row-vllm, ...).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import chain

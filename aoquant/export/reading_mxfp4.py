@@ -6,8 +6,6 @@ row by row, although the float parameter is (E, K, N). transformers multiplies t
 elsewhere decodes them to bfloat16, which is exact. Source: transformers 5.17 `integrations/mxfp4.py`; OCP MX 1.0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The vocabulary of a target: how it stores a layer, and how it says that it cannot."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import cache

@@ -7,8 +7,6 @@ all shards, or of that table, so shards of two checkpoints do not mix. CRC-32 gu
 attacker; it is the fastest in the standard library, and can be computed piece by piece in threads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -5,8 +5,6 @@ transformers renames some architectures' tensors when it loads them, and stacks 
 comes back says which rows of which expert each name holds.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -13,8 +13,6 @@ are not stored. Source: github.com/IST-DASLab/FP-Quant, `inference_lib` and `mod
 `integrations/fp_quant.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

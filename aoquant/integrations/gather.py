@@ -14,8 +14,6 @@ another device (CPU offload) stays one. A scale of the whole tensor is made by a
 maximum of 8 bytes for each weight. Of stacked experts a rank has whole ones, whose scales are its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +124,7 @@ class Gathering:
     transposed: bool = False
 
     @classmethod
-    def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> Gathering:
+    def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> "Gathering":
         """part: rows of the first rank.
 
         Raises:
@@ -145,7 +143,7 @@ class Gathering:
     @classmethod
     def of_experts(
         cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype, fqn: str, transposed: bool
-    ) -> Gathering:
+    ) -> "Gathering":
         """part: experts of the first rank, whole ones."""
         experts, n, k = shape[0], *(shape[:0:-1] if transposed else shape[1:])
         gemm = recipe.dgrad
@@ -198,7 +196,7 @@ class EncodingShard(Tensor):
     gathering: Gathering
 
     @classmethod
-    def of(cls, shard: Tensor, gathering: Gathering) -> EncodingShard:
+    def of(cls, shard: Tensor, gathering: Gathering) -> "EncodingShard":
         """Return the same memory."""
         made: EncodingShard = torch.Tensor._make_subclass(cls, shard.detach())
         made.gathering = gathering

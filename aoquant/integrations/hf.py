@@ -6,8 +6,6 @@ that `aoquant.quantize_` converted, and from then on every `save_pretrained` (th
 checkpoint. Layers left in high precision are `modules_to_not_convert`, by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Collection, Iterator, Mapping

@@ -9,8 +9,6 @@ and `aoquant.quantize_` prepares the model as a whole. From then on it is the mo
 and what it saves is a float checkpoint. FP-Quant's config does the same wherever its own package does not run.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

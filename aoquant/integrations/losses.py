@@ -10,8 +10,6 @@ Nothing here reads a number back from a GPU: while its long kernels compute a lo
 ones of backward and of the next step.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ quantising there is refused. Injecting adapters also gives packed layers of torc
 (`peft_gradients.py`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 what peft's holds, so that its class is all that changes; A, B, their optimizer and hooks stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -7,8 +7,6 @@ values pass no gradient (straight_through="clipped", learned weight scales). A l
 forward to backward, in W's dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

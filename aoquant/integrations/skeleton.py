@@ -5,8 +5,6 @@ taken through Hugging Face's own rules for names, tied weights and shards. Read 
 source behind every tensor that will be written. Any misfit is an error here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Hashable, Mapping, Sequence

@@ -5,8 +5,6 @@ codes and scales into their places, forget it. The bits are those of loading the
 `aoquant.save_pretrained`. The folder appears under its name when it is complete and checked (`atomic.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -14,8 +14,6 @@ the full divergence's for a teacher who shares p_rest out as the student does: p
 2 p_rest in L1. Renormalising the top-k probabilities instead would push the student's tail to zero.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

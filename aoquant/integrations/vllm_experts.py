@@ -6,8 +6,6 @@ does, and vLLM as checkpoint files do, so a model without values is asked for bo
 `layers/fused_moe/routed_experts.py` and `fused_moe_method_base.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache, partial

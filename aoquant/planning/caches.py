@@ -4,8 +4,6 @@ A KV config stands beside a base (`QATConfig(base, kv_cache=...)`), alone, or as
 name attention modules then. A name with None leaves a module out. Convert takes what was prepared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What `quantize_` changes: layers and stacked parameters of experts, chosen and then checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ function replaces that rule. torchao's `FqnToConfig` chooses by exact names, the
 "_default". A choice that cannot be honoured is an error or a warning, never silence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -6,8 +6,6 @@ lose what the same weight in bfloat16 would not. Both encodings are compared and
 of another package is covered too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

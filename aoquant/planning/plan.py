@@ -5,8 +5,6 @@ time. So `aoquant.quantize_` first lists every layer by its fully qualified name
 (choose.py), then checks them all, and reports every problem in one error. Only then does it apply.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ with those that layers cannot take, before any change.
 Conversion encodes one expert at a time, so that what is in memory beside the codes is one expert.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -5,8 +5,6 @@ are blocks of their own. Where a block's input is the output of the block before
 inputs follow by running that block alone. Other blocks' inputs are captured by running the model up to them.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -48,16 +46,16 @@ class Call:
         """Return the first tensor that the module is given."""
         return offload.passed(*self.args, **self.kwargs)
 
-    def behind(self, output: Any) -> Call:
+    def behind(self, output: Any) -> "Call":
         """Return the same call with the output of the block before as its input."""
         y = output if isinstance(output, Tensor) else output[0]
         return self._given(y if self.device is None else offload.aside(y))
 
-    def without_input(self) -> Call:
+    def without_input(self) -> "Call":
         """Return the same call with an empty input, which stays on the input's device."""
         return self._given(self.input.new_empty(0))
 
-    def _given(self, y: Tensor) -> Call:
+    def _given(self, y: Tensor) -> "Call":
         if self.args:
             return replace(self, args=(y, *self.args[1:]))
         name = next(n for n, a in self.kwargs.items() if isinstance(a, Tensor))

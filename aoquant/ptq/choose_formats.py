@@ -8,8 +8,6 @@ Scores rank, and do not predict well: the plan is measured once, and a uniform p
 loses less.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

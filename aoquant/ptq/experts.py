@@ -5,8 +5,6 @@ have their codes by then. In the float model the experts get the tokens that the
 that rows are pairs. Experts with few tokens are rounded to the nearest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ float model's outputs do not change. Layers that read one tensor share s.
 - SmoothQuant (Xiao et al., 2022): s_j = max |x_j|^a / max |w_j|^(1 - a), with a given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ holds. A channel that is read elsewhere, or goes through a norm or an activation
 exact in float16, so a float16 model is looked at in bfloat16.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import weakref

@@ -1,7 +1,5 @@
 """Prepare the layers that calibrated PTQ chooses codes for, so that recipes, scales and refusals are those of QAT."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

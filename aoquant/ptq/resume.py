@@ -6,8 +6,6 @@ whose checksums are not those of its bytes. Blocks that are there are given thei
 inputs of the next block follow from them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

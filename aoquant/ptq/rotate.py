@@ -10,8 +10,6 @@ the layers that read it; LayerNorm, which subtracts a mean, and a norm between a
 Sources: Ashkboos et al. 2024 (QuaRot), Liu et al. 2024 (SpinQuant; its rotations are learned, these are not).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ follows sees its deployed output. Layers that share an input, such as q, k and v
 scales of input channels are folded into the float model first, which does not change what it computes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing

@@ -8,8 +8,6 @@ torchao observes each layer's input, and leaves a scale that multiplies activati
 so the result is what `base` alone makes, and a model to load such weights into is made by `base`.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

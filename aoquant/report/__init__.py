@@ -10,8 +10,6 @@ A figure is None when it could not be measured, and the row's warning says why. 
 "inf", "-inf" and "nan", because strict JSON has no such numbers; null is "not measured".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress

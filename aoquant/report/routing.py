@@ -4,8 +4,6 @@ A router is float in every form, but what reaches it went through quantised laye
 other experts. Each model runs the batch by itself, and the experts that its routers chose are compared, layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ takes, and `build`, which wraps the codes we encoded in the deployed tensor. tor
 subclasses, built from OUR codes, so that the deploy path is unchanged and converting needs no kernel package.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.metadata
 import re

@@ -7,8 +7,6 @@ which the recipe names. NVFP4 is stamped use_triton_kernel=False: MSLK's quantis
 divides, and lets block scales fall below 2^-6, so small blocks get other codes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

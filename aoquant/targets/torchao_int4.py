@@ -10,8 +10,6 @@ packs is missing, convert says so and leaves the model as it was. Layouts withou
 by name.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any

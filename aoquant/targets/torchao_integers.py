@@ -1,7 +1,5 @@
 """torchao's integer configs: Intx and Int8."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

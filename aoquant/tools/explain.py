@@ -4,8 +4,6 @@ The router decides call by call from a request that holds no data, so `explain` 
 likely at, and bisects between two that differ. Two opposite thresholds between neighbours of `_PROBES` would be missed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Its weight is the `PackedTensor` that convert makes. `format` says which dialect the codes are.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -10,8 +10,6 @@ layer, and the saved checkpoint is loaded again and must give the same logits, b
 whole model first. The same command goes on where an interrupt or a crash stopped it (`resuming.py`).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
