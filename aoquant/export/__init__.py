@@ -8,8 +8,6 @@ The order is always the same: every layer is asked whether the target can hold i
 are filled one layer at a time. docs/serving.md says which engine computes exactly what training computed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -40,7 +38,7 @@ def export(
     model: nn.Module | str | os.PathLike[str],
     directory: str | os.PathLike[str],
     format: str = "compressed-tensors",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     skip: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
@@ -76,7 +74,7 @@ def export(
 
 
 def check(
-    model: nn.Module | str | os.PathLike[str], format: str, tokenizer: PreTrainedTokenizerBase | None = None
+    model: nn.Module | str | os.PathLike[str], format: str, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> None:
     """Raise what `export` would raise for the numbers and the tokenizer of the same model; nothing is written."""
     _check(format, tokenizer)

@@ -9,8 +9,6 @@ resumed from a checkpoint is where it was. The SQNR of the weights drops when ou
 decode of each weight.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from types import ModuleType
@@ -68,7 +66,7 @@ class QATCallback(TrainerCallback):
         self.after, self.log_every, self.batch = fake_quant_after_n_steps, log_every, batch
         self.router_drift = router_drift
 
-    def attach(self, trainer: Trainer) -> QATCallback:
+    def attach(self, trainer: "Trainer") -> "QATCallback":
         """Add to a Trainer in front of its other callbacks.
 
         Trainer(callbacks=[...]) puts callbacks last: SQNR is then in `state.log_history`, but wandb and TensorBoard
