@@ -10,8 +10,6 @@ the layers that read it; LayerNorm, which subtracts a mean, and a norm between a
 Sources: Ashkboos et al. 2024 (QuaRot), Liu et al. 2024 (SpinQuant; its rotations are learned, these are not).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -157,7 +155,7 @@ def _commutes(norm: Any) -> bool:
 
 def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:
     head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=embedding.weight.requires_grad)
-    for config in _configs(model):
+    for config in configs_of(model):
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     size = embedding.weight.numel() * embedding.weight.element_size() / 1e6
@@ -166,23 +164,12 @@ def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:
     )
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return the configs of a model and of its parts."""
     found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     for config in list(found.values()):
         found |= {id(c): c for c in vars(config).values() if hasattr(c, "tie_word_embeddings")}
     return list(found.values())
-
-
-@contextmanager
-def ties_restored(model: nn.Module) -> Iterator[None]:
-    """Put the configs' tie_word_embeddings back when the block raises anything."""
-    before = [(c, c.tie_word_embeddings) for c in _configs(model) if hasattr(c, "tie_word_embeddings")]
-    try:
-        yield
-    except BaseException:
-        for config, value in before:
-            config.tie_word_embeddings = value
-        raise
 
 
 def _multiply(module: Any, name: str, *, left: Tensor | None = None, right: Tensor | None = None) -> None:

@@ -101,8 +101,7 @@ def calibrate_ptq(
     store = None if checkpoint is None else resume.Blocks(checkpoint, model, given, asked)
     try:
         with (
-            restoring(list(model.modules())),
-            rotate.ties_restored(model),
+            restoring([*model.modules(), *rotate.configs_of(model)]),
             undisturbed(model),
             blocks.without_cache(model),
             offload.streamed(model, there),
