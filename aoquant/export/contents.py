@@ -70,9 +70,7 @@ def contents_of(source: Source, skip: Sequence[str], target: str) -> Contents:
                     f"it is transformers' {type(owner).__name__}, and readers of {target} quantise nn.Linear alone",
                     "save it with aoquant.save_pretrained",
                 )
-            packed = weight.read(False)
-            assert isinstance(packed, PackedTensor)
-            stored = store(packed)
+            stored = store(weight.read(False))
             if module in embeddings:
                 stored = rows_of(stored, target, tied=tied)
             layers[module] = stored

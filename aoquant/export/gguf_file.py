@@ -27,7 +27,6 @@ from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
 from aoquant.export.source import Source
 from aoquant.files.atomic import Staged, check_free
-from aoquant.linear.tensor import PackedTensor
 
 _TYPES = {
     torch.float32: GGMLQuantizationType.F32,
@@ -155,17 +154,14 @@ def _fill(
 ) -> None:
     config = source.config
     parts: dict[str, Tensor] = {}
+    data: Any
     with bar(sum(e.nbytes for e in entries), "export") as shown:
         for entry in entries:
             if not entry.source:
-                factors = gguf_arch.rope_factors(config)
-                assert factors is not None
-                data = factors
+                data = gguf_arch.rope_factors(config)
             elif entry.part:
                 if entry.part == "weight":
-                    packed = source.weights[entry.source].read(True)
-                    assert isinstance(packed, PackedTensor)
-                    parts = store(packed).tensors
+                    parts = store(source.weights[entry.source].read(True)).tensors
                 data = parts[entry.part]
                 data = architecture.rows(entry.source, data, config) if entry.part == "weight" else data
             else:

@@ -19,7 +19,6 @@ from aoquant.export.source import Source
 from aoquant.export.targets import Description, layout_of
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import check_free
-from aoquant.linear.tensor import PackedTensor
 
 _NOT_COPIED = re.compile(
     r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|(config|aoquant_run)\.json"
@@ -53,9 +52,8 @@ def write(
     def make(group: str) -> dict[str, Tensor]:
         if group in contents.floats:
             return {contents.floats[group].name_in_files: values(contents.floats[group])}
-        packed = source.weights[f"{group}.weight"].read(True)
-        assert isinstance(packed, PackedTensor)
-        return {f"{source.in_files(group)}.{part}": t for part, t in layout_of(target).store(packed).tensors.items()}
+        stored = layout_of(target).store(source.weights[f"{group}.weight"].read(True))
+        return {f"{source.in_files(group)}.{part}": t for part, t in stored.tensors.items()}
 
     config = {**source.config, "quantization_config": description.config}
     with Folder(out, _identity(source, target, skip, max_shard_size)) as folder:

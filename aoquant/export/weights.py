@@ -31,7 +31,7 @@ class Weight:
 
     name: str
     tensor_class: str
-    read: Callable[[bool], Tensor]
+    read: Callable[[bool], Any]
     read_expert: Callable[[int, bool], PackedTensor] | None = None
     stored: str = ""
 

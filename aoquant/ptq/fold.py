@@ -36,7 +36,7 @@ class Inputs:
     def __init__(self, share: int) -> None:
         self.share, self.tokens, self.rows = share, 0, list[Tensor]()
         self.total_K: Any = 0.0
-        self.largest_K: Tensor | None = None
+        self.largest_K: Any = None
 
     def add(self, x: Tensor, mask: Tensor | None) -> None:
         x_MK = of_tokens(x.detach(), mask)
@@ -157,7 +157,6 @@ class _Search:
         used, at_K = link.channels_K.unique(return_inverse=True)
         self.count, self.at_K = len(used), at_K.to(weight.device)
         self.mean_C = self._gathered(inputs.total_K.to(weight.device) / inputs.tokens, "mean")
-        assert inputs.largest_K is not None
         self.largest_C = self._gathered(inputs.largest_K.to(weight.device), "amax")
         self.x_MK = torch.cat(inputs.rows)[:ROWS].to(weight.device)
         self.weights = [layer.matrix().detach().float() for layer in self.layers]
