@@ -216,12 +216,7 @@ class EncodingShard(Tensor):
             return (self.gathering.sent(self.detach(), mesh.get_group()),), None
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: Any = None,
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """Return what the layers read."""
         return self.gathering.received(all_gather_outputs[0], out)

@@ -70,11 +70,7 @@ def top_k_loss(student_NV: Tensor, teacher: TopK) -> Tensor:
 
 
 def description(
-    teacher: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks_BT: Tensor,
-    k: int,
-    documents: Documents = ONE_TEXT,
+    teacher: nn.Module, tokenizer: PreTrainedTokenizerBase, blocks_BT: Tensor, k: int, documents: Documents = ONE_TEXT
 ) -> dict[str, str]:
     """Return what the log-probabilities depend on: a cache of another description is refused.
 
@@ -157,12 +153,7 @@ class TeacherCache:
 
     @torch.no_grad()
     def fill(
-        self,
-        teacher: PreTrainedModel,
-        blocks_BT: Tensor,
-        used: Tensor,
-        ranks: Ranks,
-        documents: Documents = ONE_TEXT,
+        self, teacher: PreTrainedModel, blocks_BT: Tensor, used: Tensor, ranks: Ranks, documents: Documents = ONE_TEXT
     ) -> None:
         """Compute what is missing of the blocks that are `used` (indices). The rest: as `opened` has it.
 

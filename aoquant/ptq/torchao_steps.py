@@ -48,11 +48,7 @@ class Recorder:
 
 
 def take_step(
-    model: nn.Module,
-    config: Any,
-    filter_fn: Filter | None,
-    device: torch.device | str | None,
-    skip_incompatible: bool,
+    model: nn.Module, config: Any, filter_fn: Filter | None, device: torch.device | str | None, skip_incompatible: bool
 ) -> None:
     """Take the step that `config` names.
 
