@@ -442,9 +442,8 @@ def _instead(operand: Operand) -> str:
     base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "
-    if (
-        base.block_scale == torch.float8_e8m0fnu or base.reach == "tensor"
-    ):  # MX has no outer scale, and a dynamic one fits
+    # MX has no outer scale, and a dynamic one fits
+    if base.block_scale == torch.float8_e8m0fnu or base.reach == "tensor":
         return ""
     return "give the weight an outer scale that fits it (outer='dynamic', or a smaller pts), or "
 

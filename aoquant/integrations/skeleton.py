@@ -39,10 +39,8 @@ from aoquant.planning.plan import not_finite
 from aoquant.planning.tied import identity
 from aoquant.quantize import apply, pack
 
-_COMPUTED = (
-    r"rotary_emb\.inv_freq$",
-    r"(^|\.)position_ids$",
-)  # buffers of old checkpoints, which models compute themselves
+# buffers of old checkpoints, which models compute themselves
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True)

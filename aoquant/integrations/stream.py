@@ -180,9 +180,8 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
 
 def _copy(source: StoredTensor, place: StoredTensor, sums: dict[str, int]) -> None:
     """Copy a tensor piece by piece, in the dtype that the model would load it in."""
-    done = _write(
-        torch.empty(0, dtype=place.dtype, device="cpu"), place, 0, sums
-    )  # a tensor without values has a checksum too
+    # a tensor without values has a checksum too
+    done = _write(torch.empty(0, dtype=place.dtype, device="cpu"), place, 0, sums)
     for piece in source.pieces():
         done += _write(piece.to(place.dtype), place, done, sums)
 
