@@ -38,7 +38,7 @@ class Call:
     device: torch.device | None = None
 
     def run(self, module: nn.Module) -> Any:
-        call = self if self.device is None else self._given(self.input.to(self.device))
+        call = self if self.device is None else self._given(offload.brought(self.input, self.device))
         return module(*call.args, **call.kwargs)
 
     @property

@@ -30,6 +30,11 @@ def aside(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """Return a block's input on a device."""
+    return x.to(device)
+
+
 def passed(*args: Any, **kwargs: Any) -> Any:
     """Return the first tensor: the forward of a block that is not run, whose tensors stay where they are."""
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
