@@ -10,8 +10,6 @@ listed module belongs to. `_data` names a member of an enum, or gives the fields
 are annotated with. SECURITY.md says what that means for a module that a program adds to the list.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

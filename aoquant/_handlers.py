@@ -5,9 +5,6 @@ changed, and nothing that concerns the whole model is seen. torchao's `QATConfig
 torchao's, so its handler is registered again, chained: our configs, and layers that we prepared, come to us.
 """
 
-from __future__ import annotations
-
-import warnings
 import weakref
 from collections.abc import MutableMapping
 from typing import Any
@@ -18,7 +15,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, register_quantize_module_handler
 
 from aoquant import config as configs
-from aoquant._messages import AoquantWarning, advice
+from aoquant._messages import advice, warn
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
 from aoquant.hybrid import HybridConfig
@@ -55,22 +52,16 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
             f"choose layers with {advice('filter_fn', '--layers NAME')}"
         )
     if kind_of(module) is None:
-        warnings.warn(
-            f"{type(module).__name__} is left alone: {why_no_kind(module)}",
-            AoquantWarning,
-            stacklevel=2,
-        )
+        warn(f"{type(module).__name__} is left alone: {why_no_kind(module)}")
         return module
     change = plan_layer(module, config)
     if change is None:
         return module
     if change.step == "prepare":
         if not change.module.weight.requires_grad:
-            warnings.warn(
+            warn(
                 "a layer with a frozen weight was prepared and will not train: right for adapters; to train it, call "
-                "weight.requires_grad_() before",
-                AoquantWarning,
-                stacklevel=2,
+                "weight.requires_grad_() before"
             )
         return apply(change)
     weight = change.module.weight

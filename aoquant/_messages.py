@@ -1,12 +1,12 @@
 """Tell a user: warnings, refusals of wrong arguments, lists of layers, progress of long work."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from torch import distributed, nn
 
 T = TypeVar("T")
 SHOWN = 10  # lines of a message
+_PASSED = ("aoquant", "torch", "contextlib", "functools")  # packages whose lines no warning names
 SECONDS = 10.0  # between two lines of progress
 on_command_line = ContextVar("on_command_line", default=False)
 
@@ -29,6 +30,14 @@ class AoquantWarning(UserWarning):
 def advice(python: str, command: str) -> str:
     """Return what to do: `command` where the command line runs, whose users type options, and `python` elsewhere."""
     return command if on_command_line.get() else python
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called aoquant, whatever lies between: more of aoquant, and what torch wraps around it."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, AoquantWarning, stacklevel=depth)
 
 
 def check_model(given: object, name: str = "model") -> None:
@@ -73,6 +82,15 @@ def refuse(problems: Mapping[str, str], unchanged: str = "the model is unchanged
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; {unchanged}:{shown}")
 
 
+@contextmanager
+def naming(what: str, then: str = "") -> Iterator[None]:
+    """Put what a ValueError that is raised inside is about in front of it, and what to do behind it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}{then}") from None
+
+
 def one_line(error: BaseException) -> str:
     """Return what an error says, in one line; its class where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -111,7 +129,7 @@ def progress(total: int, label: str, unit: str, *, show: bool = True) -> Any:
     A bar that redraws itself fills a log with control characters, so where stderr is no terminal there are lines: one
     at the start, then at most one every ten seconds, and one at the end. Of several ranks the first one writes.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if distributed.is_initialized():
         show = show and distributed.get_rank() == 0
     if show and (not sys.stderr.isatty() or find_spec("tqdm") is None):
         return Lines(total, label, unit)
@@ -142,7 +160,7 @@ class Lines:
         if self.last != self.n:
             self._write()
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> "Lines":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ probed here, and before aoquant imports anything else of itself, so that another
 of halfway.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.abc

@@ -6,16 +6,15 @@ own `measure` makes the scale. A layer with a fitted transform adds up the Gram 
 (`transforms/wush.py`). Ranks are reduced before anything is measured, and nothing is written unless all is usable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._messages import check_model, refuse, track
+from aoquant._messages import check_model, naming, refuse, track
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.kv import hook
@@ -76,10 +75,11 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             else:
                 for batch in track(forward_loop, "calibrate", "batch"):
                     run(model, batch)
-        _reduce([s for s in seen.values() if isinstance(s, Range)])
-        for s in seen.values():
-            if isinstance(s, Gram):
-                s.reduce()
+        if distributed.is_initialized():
+            _reduce([s for s in seen.values() if isinstance(s, Range)])
+            for s in seen.values():
+                if isinstance(s, Gram):
+                    s.reduce()
     found: dict[str, Any] = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
     cached = hook.calibrated(caches)
     problems = {fqn: why for fqn, why in (*found.items(), *cached.items()) if isinstance(why, str)}
@@ -143,11 +143,10 @@ class Gram:
 
     def reduce(self) -> None:
         """Add up the ranks' sums."""
-        if distributed.is_available() and distributed.is_initialized():
-            rows = self.total.new_tensor([float(self.rows)])
-            distributed.all_reduce(self.total)
-            distributed.all_reduce(rows)
-            self.rows = int(rows)
+        rows = self.total.new_tensor([float(self.rows)])
+        distributed.all_reduce(self.total)
+        distributed.all_reduce(rows)
+        self.rows = int(rows)
 
 
 def _observer(layer: QATLinear) -> Range | Gram | None:
@@ -163,24 +162,17 @@ def _observer(layer: QATLinear) -> Range | Gram | None:
 def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> Iterator[Any]:
     """Register hooks that show layers' inputs to their observers."""
 
-    def watch(fqn: str, observer: Range | Gram) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = next(iter((*args, *kwargs.values())))
-            try:
-                check_width(x, layers[fqn].in_features)
-            except ValueError as error:
-                raise ValueError(f"{fqn or 'linear'}: {error}") from None
-            observer.add(cast(x))
+    def watch(fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next(iter((*args, *kwargs.values())))
+        with naming(fqn or "linear"):
+            check_width(x, layers[fqn].in_features)
+        seen[fqn].add(cast(x))
 
-        return hook
-
-    return (layers[fqn].register_forward_pre_hook(watch(fqn, s), with_kwargs=True) for fqn, s in seen.items())
+    return (layers[fqn].register_forward_pre_hook(partial(watch, fqn), with_kwargs=True) for fqn in seen)
 
 
 def _reduce(ranges: list[Range]) -> None:
     """The extrema over all ranks, the same on each; a rank may have missed layers that another one reached."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
     mine = [None if r.extrema is None else (r.dims, r.extrema.cpu()) for r in ranges]
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, mine)
@@ -226,7 +218,7 @@ def _fitted(layer: QATLinear, seen: Gram) -> dict[str, Scales] | str:
         of_x, of_w = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
     except ValueError as error:
         return str(error)
-    if distributed.is_available() and distributed.is_initialized():
+    if distributed.is_initialized():
         of_x, of_w = of_x.to(weight.device), of_w.to(weight.device)
         for t in (of_x, of_w):
             distributed.broadcast(t, 0)

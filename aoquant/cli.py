@@ -4,8 +4,6 @@ Errors that a user can mend are one line and exit code 2, warnings are their tex
 exit code 130; everything else is a traceback, because it is our mistake.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -5,8 +5,6 @@ step=...)` wraps it. Configs are plain dataclasses of names and numbers, so that
 a checkpoint; their `version`, which torchao writes, is the checkpoint schema.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization import FqnToConfig
 
 from aoquant import serving
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -449,7 +447,7 @@ class QATConfig(AOBaseConfig):
         check_seed("QATConfig", self.seed)
         self._check_base()
         for said in self._differences():
-            warnings.warn(said, AoquantWarning, stacklevel=3)
+            warn(said)
 
     def _check_base(self) -> None:
         base_config: object = self.base_config

@@ -12,8 +12,6 @@ The forward's pair is what convert deploys. Configs are values: a change of mind
 again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 from torchao.core.config import AOBaseConfig
 
+from aoquant._messages import naming
 from aoquant.formats import HighPrecision, Operand, get_operand
 from aoquant.formats.delayed import SELECTS
 from aoquant.linear import law
@@ -92,10 +91,8 @@ class HybridConfig(AOBaseConfig):
                 raise ValueError(f"HybridConfig: {slot} is a Cast, the name of a format or None, got {given!r}")
             cast = given if isinstance(given, Cast) else Cast(given, SOURCES.get(slot, "original"))
             object.__setattr__(self, slot, cast)
-            try:
+            with naming(f"HybridConfig: {slot}"):
                 self.has_base(slot) or cast.operand()
-            except ValueError as error:
-                raise ValueError(f"HybridConfig: {slot}: {error}") from None
         if self.save not in SAVES[1:]:
             raise ValueError(f"HybridConfig: save is one of {', '.join(SAVES[1:])}, got {self.save!r}")
         check_seed("HybridConfig", self.seed)
@@ -115,12 +112,12 @@ class HybridConfig(AOBaseConfig):
             raise ValueError(f"HybridConfig: {reason}")
 
     @classmethod
-    def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> HybridConfig:
+    def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> "HybridConfig":
         """Return one format for both operands of fprop, another for dgrad and wgrad. options: further fields."""
         return cls(fprop_input=fwd, fprop_weight=fwd, **dict.fromkeys(BACKWARD, bwd), **options)
 
     @classmethod
-    def bwd(cls, bwd: str | None, **options: Any) -> HybridConfig:
+    def bwd(cls, bwd: str | None, **options: Any) -> "HybridConfig":
         """Return one format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
         backward=HybridConfig.bwd("te-nvfp4"))`.
         """
@@ -176,7 +173,7 @@ class HybridConfig(AOBaseConfig):
             return str(error)
         return None
 
-    def replaced(self, **fields: Any) -> HybridConfig:
+    def replaced(self, **fields: Any) -> "HybridConfig":
         """Return this config with other fields."""
         return dataclasses.replace(self, **fields)
 
@@ -197,11 +194,8 @@ def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
         raise ValueError(
             f"backward is {', '.join(METHODS)}, the name of a format for gradients, a HybridConfig or None, got {backward!r}"
         )
-    try:
-        operand = get_operand(METHODS.get(backward, backward))
-    except ValueError as error:
-        raise ValueError(f"backward is {', '.join(METHODS)}, or a format for gradients: {error}") from None
-    return dict.fromkeys(BACKWARD, operand)
+    with naming(f"backward is {', '.join(METHODS)}, or a format for gradients"):
+        return dict.fromkeys(BACKWARD, get_operand(METHODS.get(backward, backward)))
 
 
 torch.serialization.add_safe_globals([Cast, HybridConfig])  # torch.load(weights_only=True)

@@ -6,8 +6,6 @@ for bit, without encoding weights more than once a step, and without a second co
 stays one: its layers take and give bf16.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

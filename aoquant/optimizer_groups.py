@@ -1,7 +1,5 @@
 """`parameter_groups`: the parameters of a model as an optimizer should meet them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -6,8 +6,6 @@ on one GPU, so a float weight there goes as soon as it is packed, and what could
 kind is packed and forgotten before anything is touched.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -25,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant._messages import AoquantWarning, advice, check_model, track
+from aoquant._messages import advice, check_model, naming, track, warn
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
@@ -181,7 +179,7 @@ def _as_before_adapters(model: nn.Module, planned: Plan, taken: Collection[int])
 
 def _warn(said: Iterable[str]) -> None:
     for message in said:
-        warnings.warn(message, AoquantWarning, stacklevel=3)
+        warn(message)
 
 
 def _check_filter(filter_fn: Filter) -> None:
@@ -378,7 +376,7 @@ def _warn_of_half(fqn: str, layer: QATLayer) -> None:
     weight = layer.matrix().detach()
     if not weight.is_meta:
         operand = layer.prepared.recipe.fprop_weight
-        half.warn(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight))
+        half.warn_of_loss(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight))
 
 
 @torch.no_grad()
@@ -414,18 +412,14 @@ def _packed(change: Change, weight: Tensor, device: torch.device | str | None) -
         encoded = change.codes[0]
     elif not operand.portable:  # another device would make other codes than the layer trained with
         made = operand.encode(trained, scales)
-        codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made.tensors)
-        assert codes is not None
-        encoded = Encoded(codes, scale, zero, outer, made.k)
+        encoded = Encoded.of((t if t is None else t.to(weight.device) for t in made.tensors), made.k)
     else:
         encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
     _warn_of_floors(change.fqn, operand, encoded, weight)
     if change.codes is None:  # others are no nearest ones, and prepare has looked at their scales
-        half.warn(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
-    try:
+        half.warn_of_loss(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
+    with naming(f"{change.fqn or 'nn.Linear'} {tuple(weight.shape)}"):  # a layout may need its own kernel package
         return target.build(encoded, weight)
-    except ValueError as error:  # a layout that only its own kernel package can pack
-        raise ValueError(f"{change.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
 def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:
@@ -438,11 +432,9 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
         floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
         share = floored.float().mean().item()
     if share > tiles.HEALTHY:
-        warnings.warn(
+        warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
-            f"precision or become zero: {_instead(operand)}leave it out",
-            AoquantWarning,
-            stacklevel=2,
+            f"precision or become zero: {_instead(operand)}leave it out"
         )
 
 
@@ -451,9 +443,8 @@ def _instead(operand: Operand) -> str:
     base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "
-    if (
-        base.block_scale == torch.float8_e8m0fnu or base.reach == "tensor"
-    ):  # MX has no outer scale, and a dynamic one fits
+    # MX has no outer scale, and a dynamic one fits
+    if base.block_scale == torch.float8_e8m0fnu or base.reach == "tensor":
         return ""
     return "give the weight an outer scale that fits it (outer='dynamic', or a smaller pts), or "
 

@@ -7,8 +7,6 @@ A recipe is a PTQ config and one line about the layer that it leaves. Everything
 from the config, so a new recipe is a new row here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ or one expert's. The codes come from the encoding that convert would use, under 
 holds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ groups of 64 and 128, rounds scale * zero point before it adds, so asymmetric in
 know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -6,9 +6,6 @@ has its code; layers where none has are an error. Experts hold scales unless the
 embeddings and layers that share a weight hold none, and an embedding whose scales would be others stays packed.
 """
 
-from __future__ import annotations
-
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, check_model
+from aoquant._messages import check_model, naming, warn
 from aoquant.config import QATConfig
 from aoquant.experts.prepared import QATExperts
 from aoquant.formats import Encoded, Scales
@@ -108,11 +105,9 @@ def _chosen(model: nn.Module) -> dict[str, Any]:
             )
     if left:
         some, many = next(iter(left.items())), f" and {len(left) - 1} more" if len(left) > 1 else ""
-        warnings.warn(
+        warn(
             f"{some[0]}{many}: an embedding makes its scales from its rows, and those of {some[1].format} made anew are others than the packed "
-            "ones: it stays packed, and is not trained",
-            AoquantWarning,
-            stacklevel=4,
+            "ones: it stays packed, and is not trained"
         )
     return {n: m for n, m in found.items() if n not in left}
 
@@ -154,7 +149,7 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
     choices: list[Scales | None] = [None]
     if not anew:
         _check_held(fqn, each[0])
-    try:
+    with naming(fqn):
         config = replace(config, scales="dynamic" if anew else "static")
         recipe = prepare_target(config).recipe
         if not anew:
@@ -163,8 +158,6 @@ def stack_with_codes(fqn: str, module: Any, name: str, packed: Any, config: QATC
                 Scales(*(p[0] if p[0] is None else joined(p, torch.stack) for p in zip(*s, strict=True)))
                 for s in firsts
             ]
-    except ValueError as error:
-        raise ValueError(f"{fqn}: {error}") from None
     for scales in choices:
         if isinstance(module, QATExperts) and name in module.stacks:
             module.unprepare_stack(name)

@@ -8,8 +8,6 @@ The order is always the same: every layer is asked whether the target can hold i
 are filled one layer at a time. docs/serving.md says which engine computes exactly what training computed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,14 +18,13 @@ from torch import nn
 
 from aoquant import serving
 from aoquant._messages import check_path
+from aoquant.export.targets import FORMATS
 from aoquant.linear.recipe import LinearRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from aoquant.export.source import Source
-
-FORMATS = {"compressed-tensors": "compressed_tensors", "modelopt": "compressed_tensors", "gguf": "gguf"}
 
 
 def _refused_by_vllm(recipe: LinearRecipe, experts: bool) -> str | None:
@@ -43,7 +40,7 @@ def export(
     model: nn.Module | str | os.PathLike[str],
     directory: str | os.PathLike[str],
     format: str = "compressed-tensors",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     skip: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
@@ -75,11 +72,13 @@ def export(
         from aoquant.export import gguf_file
 
         return gguf_file.write(found, Path(directory), **asked)
-    return hf_folder.write(found, Path(directory), **_layout(format), max_shard_size=max_shard_size, **asked)
+    return hf_folder.write(found, Path(directory), format, max_shard_size=max_shard_size, **asked)
 
 
 def check(
-    model: nn.Module | str | os.PathLike[str] | Source, format: str, tokenizer: PreTrainedTokenizerBase | None = None
+    model: "nn.Module | str | os.PathLike[str] | Source",
+    format: str,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> None:
     """Raise what `export` would raise for the numbers and the tokenizer of the same model; nothing is written.
 
@@ -97,7 +96,7 @@ def check(
 
         gguf_file.check(found, tokenizer)
     else:
-        hf_folder.decide(found, **_layout(format), skip=())
+        hf_folder.decide(found, format, ())
 
 
 def _check(format: str, tokenizer: object) -> None:
@@ -105,16 +104,10 @@ def _check(format: str, tokenizer: object) -> None:
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
     try:
-        import_module(FORMATS[format])
+        import_module(FORMATS[format][0])
     except ImportError as error:
         raise ImportError(f"format={format!r} needs {error.name}: pip install 'aoquant[export]'") from None
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(
             f"tokenizer is a transformers tokenizer, as AutoTokenizer.from_pretrained gives, got {tokenizer!r}"
         )
-
-
-def _layout(format: str) -> dict[str, Any]:
-    names = ("compressed", "compressed_folder") if format == "compressed-tensors" else ("modelopt", "modelopt")
-    store, describe = (import_module(f"aoquant.export.{name}") for name in names)
-    return {"store": store.store, "describe": describe.describe, "target": format}

@@ -1,18 +1,14 @@
 """Which other formats of export hold a layer that one refuses: each is asked by its own check, nothing is assumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 
 from aoquant.export.fused_checks import unequal
 from aoquant.export.source import Source
-from aoquant.export.targets import Unfit
+from aoquant.export.targets import FORMATS, Unfit, layout_of
 from aoquant.export.weights import Weight
 from aoquant.linear.tensor import PackedTensor
-
-CHECKS = {"compressed-tensors": "compressed", "modelopt": "modelopt", "gguf": "ggml_types"}
 
 
 def other_formats(source: Source, target: str) -> Callable[[Iterable[Weight]], str]:
@@ -24,7 +20,7 @@ def other_formats(source: Source, target: str) -> Callable[[Iterable[Weight]], s
 
     def advise(weights: Iterable[Weight]) -> str:
         asked = list(weights)
-        held = [f for f in CHECKS if f != target and asked and _takes(source, asked, f)]
+        held = [f for f in FORMATS if f != target and asked and _takes(source, asked, f)]
         names = " or ".join(f"format={f!r}" for f in held if f == "gguf" or not apart())
         return f", or export with {names}, which holds its weights as they are" if names else ""
 
@@ -33,7 +29,7 @@ def other_formats(source: Source, target: str) -> Callable[[Iterable[Weight]], s
 
 def _takes(source: Source, weights: list[Weight], format: str) -> bool:
     try:
-        store = import_module(f"aoquant.export.{CHECKS[format]}").store
+        store = layout_of(format).store
         if format != "gguf" and source.embeddings() & {weight.module for weight in weights}:
             return False
         if format == "gguf":
@@ -56,6 +52,5 @@ def _fused_apart(source: Source) -> bool:
         if isinstance(packed, PackedTensor) and packed.per_tensor_scale is not None:
             numbers[weight.module] = packed.per_tensor_scale
         elif isinstance(packed, PackedTensor) and packed.weight_format.reach == "tensor":
-            assert packed.scale is not None
-            numbers[weight.module] = packed.scale
+            numbers[weight.module] = packed.encoded.scales
     return bool(unequal(numbers, source.modules))

@@ -12,21 +12,35 @@ Codes and scales are repacked and never rounded. NVFP4's outer scales are stored
 by a division, so only powers of two survive; an activation's must be the reciprocal of what is stored. The names of the
 schemes are compressed-tensors' own inference from the arguments; the arguments and the packing are its code. Source:
 compressed-tensors 0.20 `compressors/`, `quantization/`; vLLM 0.32 `compressed_tensors.py`.
+
+A folder has one config group for each scheme of the model, and an ignore list of the linear layers left out. Experts
+are named by a pattern for all of a layer's, because vLLM asks for "experts.0.gate_proj" whatever its file calls it, and
+wants one scheme for gate, up and down. Routers are linear layers in vLLM, so they are ignored by name. Source: vLLM
+`compressed_tensors_moe.py`, `get_moe_method`.
 """
 
-from __future__ import annotations
-
+import itertools
+import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import compressed_tensors
 import torch
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from aoquant.export.targets import Stored, Unfit, one_outer, power_of_two, recipe_name, symmetric
+from aoquant._messages import warn
+from aoquant.export.contents import Contents
+from aoquant.export.embedding_rows import targets
+from aoquant.export.fused_checks import check_fused
+from aoquant.export.source import Source
+from aoquant.export.targets import EXPERT, Description, Stored, Unfit, one_outer, power_of_two, recipe_name, symmetric
 from aoquant.formats import MX, Affine, Float8, Format, Operand, get_format
 from aoquant.formats.ggml import KINDS
 from aoquant.linear.tensor import PackedTensor
@@ -34,6 +48,13 @@ from aoquant.serving import differences
 
 _E8M0 = {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 _E4M3 = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
+
+# transformers 5.17 asks for experts' weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
+_IN_TRANSFORMERS = {
+    "int-quantized": "cannot load",
+    "mxfp8-quantized": "cannot load",
+    "nvfp4-pack-quantized": "leaves out the outer scales of",
+}
 
 
 def store(p: PackedTensor) -> Stored:
@@ -64,29 +85,26 @@ def store(p: PackedTensor) -> Stored:
 
 
 def _float8(format: Float8, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
     strategy = {"row": "channel", "tensor": "tensor", "block": "block"}[format.per]
     block = [format.rows, format.cols] if format.per == "block" else None
-    scale = p.scale.reshape(1) if format.per == "tensor" else p.scale
+    scale = p.encoded.scales.reshape(1) if format.per == "tensor" else p.encoded.scales
     args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=block)
     return {"weight": p.qdata, "weight_scale": scale}, args
 
 
 def _mx(format: MX, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
     name = "weight_packed" if format.bits == 4 else "weight"
     args = QuantizationArgs(num_bits=format.bits, type="float", strategy="group", group_size=32, **_E8M0)
-    return {name: p.qdata, "weight_scale": p.scale.view(torch.uint8)}, args
+    return {name: p.qdata, "weight_scale": p.encoded.scales.view(torch.uint8)}, args
 
 
 def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
-    scale = p.scale
+    scale = stored = p.encoded.scales
     if not (format.width == 8 and p.activation):  # int-quantized scales stay float32 in every engine
-        scale = p.scale.to(p.dtype)
-        if not torch.equal(scale.float(), p.scale.float()):
+        scale = stored.to(p.dtype)
+        if not torch.equal(scale.float(), stored.float()):
             raise Unfit(
-                f"{format.name} has {_short(p.scale.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
+                f"{format.name} has {_short(stored.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
                 f"train the recipe {_recipe_name(_intx(format), p)}, whose scales are the model's dtype",
             )
     strategy = {"group": "group", "row": "channel", "tensor": "tensor"}[format.per]
@@ -113,7 +131,6 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
 
 
 def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
-    assert p.scale is not None
     outer = one_outer(p, "readers hold one", _nvfp4_recipe(p))
     if not power_of_two(outer):
         raise Unfit(
@@ -121,7 +138,7 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
             f"{_nvfp4_recipe(p)}, whose outer scales are powers of two",
         )
     args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, **_E4M3)
-    return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer}, args
+    return {"weight_packed": p.qdata, "weight_scale": p.encoded.scales, "weight_global_scale": 1.0 / outer}, args
 
 
 # by `Format.standard`
@@ -232,3 +249,120 @@ def _intx(format: Affine, per: str = "") -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def describe(source: Source, contents: Contents) -> Description:
+    """config.json's quantization_config.
+
+    A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name, and
+    so are embeddings and a head in either.
+    """
+    check_fused(contents.layers, source.modules)
+    groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
+    for module, stored in contents.layers.items():
+        scheme: QuantizationScheme = stored.scheme
+        groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
+    one = len(groups) == 1
+    looked_up = source.embeddings().intersection(contents.layers)
+    said = [s for group in groups.values() for s in _unreadable(*group, alone=one)]
+    decoded = one and (bool(looked_up) or any(_packs_zeros(scheme) for scheme, _ in groups.values()))
+    known = looked_up if decoded else ()  # transformers makes their weights before it initialises
+    packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors and name not in known]
+    if layers := initialised(source.stock, packed):
+        said.append(
+            f"transformers cannot load the folder: {type(source.stock).__name__} initialises the weight of {len(layers)} layer(s), such as "
+            f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)"
+        )
+    for message in said:
+        warn(message)
+    left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
+    _check_experts([*(modules for _, modules in groups.values()), left])
+    schemes = {
+        f"group_{i}": scheme.model_copy(update={"targets": _targets(source, modules, one)})
+        for i, (scheme, modules) in enumerate(groups.values())
+    }
+    formats = {scheme.format for scheme in schemes.values()} or {CompressionFormat.dense.value}  # a KV cache alone
+    config = QuantizationConfig(
+        config_groups=schemes,
+        format=formats.pop() if len(formats) == 1 else "mixed-precision",
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=[*source.left_out(contents.layers), *_patterns(filter(EXPERT.match, left))],
+    )
+    content: dict[str, Any] = json.loads(config.model_dump_json())
+    content["version"] = compressed_tensors.__version__
+    if decoded:
+        # transformers 5.24 else compares the zero points' shape with compressed-tensors' empty module, which does not
+        # pack them, and looks for the weight of an embedding. Engines do not read the key. With several schemes
+        # transformers would decode all by the first one.
+        content["dequantize"] = True
+    return Description(content)
+
+
+def _targets(source: Source, modules: list[str], one: bool) -> list[str]:
+    """Return what names the modules of one scheme. one: the model has no other."""
+    named = ["Linear"] if one else _patterns(source.names_of(modules))
+    return list(dict.fromkeys([*named, *targets(source, modules)]))
+
+
+def _packs_zeros(scheme: QuantizationScheme) -> bool:
+    packed = CompressionFormat(scheme.format) is CompressionFormat.pack_quantized
+    return packed and scheme.weights is not None and not scheme.weights.symmetric
+
+
+def _patterns(modules: Iterable[str]) -> list[str]:
+    """The modules by name, the experts of a layer by one pattern."""
+    found = (EXPERT.match(module) or module for module in modules)
+    return list(dict.fromkeys(f if isinstance(f, str) else rf"re:{re.escape(f[1])}\..*" for f in found))
+
+
+def _unreadable(scheme: QuantizationScheme, modules: list[str], *, alone: bool) -> Iterator[str]:
+    """Return what transformers' own reader cannot load, or loads as other values. alone: the model has one scheme."""
+    expert = next(filter(EXPERT.match, modules), None)
+    weights, layout = scheme.weights, CompressionFormat(scheme.format).value
+    if expert and weights is not None and weights.type == "int" and not weights.symmetric:
+        advice = symmetric(weights.group_size or 0) if weights.num_bits == 4 else "train a symmetric format"
+        raise ValueError(
+            f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: {advice}; nothing was written"
+        )
+    if expert and (fact := _IN_TRANSFORMERS.get(layout)):
+        yield (
+            f"transformers {fact} {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
+            "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4"
+        )
+    if _packs_zeros(scheme) and not alone:  # transformers 5.24 refuses them
+        yield (
+            f"{modules[0]}: transformers 5.24 cannot load packed zero points (intx asym) in a model of several formats: serve the "
+            "folder with vLLM, read it with aoquant.load_pretrained, or train one format or a symmetric one"
+        )
+
+
+def initialised(stock: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """Return the linear layers without which transformers cannot initialise a model: it does so after loading, and
+    some classes read weights there that compressed-tensors has replaced. stock: on meta.
+    """
+    modules = dict(stock.named_modules())
+    found = []
+    for name in filter(modules.__contains__, layers):
+        weight = modules[name]._parameters.pop("weight")
+        parents = ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
+        initialise = stock._init_weights
+        try:
+            for module in map(modules.__getitem__, parents):
+                initialise = module._init_weights if isinstance(module, PreTrainedModel) else initialise
+                initialise(module)
+        except AttributeError:
+            found.append(name)
+        modules[name]._parameters["weight"] = weight
+    return found
+
+
+def _check_experts(groups: Iterable[Iterable[str]]) -> None:
+    """Raise ValueError where experts of a layer differ in scheme. groups: modules of each scheme, and of none."""
+    seen: dict[str, int] = {}
+    for number, modules in enumerate(groups):
+        for module in modules:
+            if (match := EXPERT.match(module)) and seen.setdefault(match[1], number) != number:
+                raise ValueError(
+                    f"{match[1]}: vLLM runs the experts of a layer under one scheme, and {module} has another one: quantise "
+                    "gate_up_proj and down_proj alike; nothing was written"
+                )

@@ -5,25 +5,20 @@ error, each of the first ten with the reason and the nearest format that would. 
 float dtype: their values are those that the layer multiplies by, decoded once.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning, listed
+from aoquant._messages import listed, warn
 from aoquant.export.advice import other_formats
 from aoquant.export.embedding_rows import check_use, rows_of
 from aoquant.export.source import Source
-from aoquant.export.targets import EXPERT, Stored, Unfit
+from aoquant.export.targets import EXPERT, Stored, Unfit, layout_of
 from aoquant.export.weights import Weight
 from aoquant.linear.tensor import PackedTensor
-
-Store = Callable[[PackedTensor], Stored]
 
 
 @dataclass(frozen=True)
@@ -38,12 +33,13 @@ class Contents:
     floats: dict[str, Weight]
 
 
-def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) -> Contents:
+def contents_of(source: Source, skip: Sequence[str], target: str) -> Contents:
     """Ask the target for every quantised layer, and take the others as floats.
 
     Raises:
         ValueError: listing the layers that do not fit, or a name in `skip` that is no quantised layer's.
     """
+    store: Callable[[PackedTensor], Stored] = layout_of(target).store
     quantised = {w.module: w for w in source.weights.values() if w.tensor_class != "Tensor"}
     left = _matching(skip, quantised)
     embeddings = source.embeddings()
@@ -74,9 +70,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
                     f"it is transformers' {type(owner).__name__}, and readers of {target} quantise nn.Linear alone",
                     "save it with aoquant.save_pretrained",
                 )
-            packed = weight.read(False)
-            assert isinstance(packed, PackedTensor)
-            stored = store(packed)
+            stored = store(weight.read(False))
             if module in embeddings:
                 stored = rows_of(stored, target, tied=tied)
             layers[module] = stored
@@ -97,11 +91,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
     if not layers and quantised:
         raise ValueError("skip names every quantised layer: there is nothing to export")
     for note, modules in notes.items():
-        warnings.warn(
-            f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones",
-            AoquantWarning,
-            stacklevel=3,
-        )
+        warn(f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones")
     codes = {quantised[module].name for module in layers}
     floats = {name: w for name, w in source.weights.items() if name not in codes}
     return Contents(layers, floats)

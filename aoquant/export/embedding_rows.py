@@ -6,8 +6,6 @@ it multiplies by no such weight, so a tied head cannot be one, and it takes a he
 `compressed_tensors_embedding.py`, `compressed_tensors.py`; read, not run. transformers decodes the folder as it loads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

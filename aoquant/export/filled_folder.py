@@ -5,8 +5,6 @@ be loaded by mistake. A journal in it names the source and what is on the disk a
 started again, continues there, and any other one starts anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

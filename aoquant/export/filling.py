@@ -4,8 +4,6 @@ Readers of other libraries' folders put quantised weights in first, and let the 
 the model's where transformers renames tensors or stacks experts; a folder with the model's own names is read as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,20 @@ from aoquant.formats import FLOAT_DTYPES
 
 
 class Filling:
-    """A model in the making. stored: tensors of the folder that have no place yet, by name in the model, those of
+    """A model in the making. method: the layout that config.json names. dtype: of what stays float and of layers'
+    outputs; "auto" is config.json's. device_map: one device; None: the CPU.
+
+    stored: tensors of the folder that have no place yet, by name in the model, those of
     experts' matrices by name in files. names: in files, by name in the model. stacks: stacked parameters of experts,
     each with the pieces that files keep it in, none where they keep it whole.
+
+    Raises:
+        ValueError: files that do not fit the model, or another device_map.
     """
 
-    def __init__(self, folder: Path, model_class: Any, dtype: torch.dtype | str, device_map: Any, method: str) -> None:
+    def __init__(
+        self, folder: Path, model_class: Any, method: str, *, dtype: torch.dtype | str = "auto", device_map: Any = None
+    ) -> None:
         from accelerate import init_empty_weights
 
         if isinstance(device_map, Mapping) or device_map in ("auto", "balanced", "sequential"):

@@ -3,23 +3,19 @@
 Stand-ins take the place of weights: small ones are packed as convert would pack them. No rule is written twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aoquant.export.advice import CHECKS
 from aoquant.export.fused_checks import INSTEAD, apart
 from aoquant.export.source import Source, of_plan
-from aoquant.export.targets import Unfit
+from aoquant.export.targets import Unfit, layout_of
 from aoquant.export.weights import Weight
 from aoquant.formats import Operand, Scales
 from aoquant.linear.recipe import LinearRecipe
@@ -28,7 +24,6 @@ from aoquant.planning.changes import Change
 from aoquant.planning.fused import shares
 
 _SIZES = {"q_proj": 1.0, "k_proj": 3.0}  # of the siblings' weights, whose own outer scales differ then
-_LAYOUTS = ("compressed-tensors", "modelopt")
 
 
 @torch.no_grad()
@@ -38,8 +33,8 @@ def refusal(recipe: LinearRecipe, *, experts: bool = False) -> str | None:
     """
     layers = _siblings(recipe)
     first = None
-    for layout in _LAYOUTS:
-        store = import_module(f"aoquant.export.{CHECKS[layout]}").store
+    for layout in ("compressed-tensors", "modelopt"):
+        store = layout_of(layout).store
         try:
             found = apart({name: store(p) for name, p in layers.items()}, {})
             if not found:

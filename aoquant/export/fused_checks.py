@@ -7,16 +7,13 @@ Source: vLLM 0.32, `compressed_tensors_w4a4_nvfp4.py`, `compressed_tensors_w8a8_
 `requantize_with_max_scale`.
 """
 
-from __future__ import annotations
-
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning, some
+from aoquant._messages import some, warn
 from aoquant.export.targets import Stored
 from aoquant.planning.fused import siblings
 
@@ -77,9 +74,7 @@ def warn_mixed(linears: Iterable[str], schemes: Mapping[str, Any]) -> None:
             parent = group[0].rpartition(".")[0]
             mixed.append(f"{parent}.{{{', '.join(name.rpartition('.')[2] for name in group)}}}")
     if mixed:
-        warnings.warn(
+        warn(
             f"vLLM fuses q, k, v and gate, up into one layer each, and refuses different schemes in one, as in {some(mixed)}: quantise "
-            "them alike, or skip all of them; transformers reads the folder",
-            AoquantWarning,
-            stacklevel=4,
+            "them alike, or skip all of them; transformers reads the folder"
         )

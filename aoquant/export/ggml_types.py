@@ -13,8 +13,6 @@ own, `.scale`. ggml multiplies in float32, so a value is not rounded to the mode
 round it: said as a note. Source: `gguf.quants`, ggml `ggml-common.h`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -78,10 +76,9 @@ def store(p: PackedTensor) -> Stored:
 def _heads(p: PackedTensor, type: Type) -> list[Tensor]:
     """Return the scales and minima before a block's codes, each (N, blocks, bytes) uint8."""
     rows, k = p.shape
-    assert p.scale is not None
     if (width := _TYPES[type][1]) is not None:
-        return [p.scale.view(torch.uint8).reshape(rows, -1, width)]
-    scale = _by_block(p.scale, rows, k)
+        return [p.encoded.scales.view(torch.uint8).reshape(rows, -1, width)]
+    scale = _by_block(p.encoded.scales, rows, k)
     found = [_half(scale, p.format, "scales")]
     if p.zero_point is not None and p.weight_format.standard == "q4_1":
         found.append(_half(p.zero_point, p.format, "minima"))

@@ -3,8 +3,6 @@
 It is the CRC-32 of the whole file with eight zeros in the place of the checksum's own digits.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

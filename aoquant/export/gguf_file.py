@@ -5,8 +5,6 @@ vectors are F32, as llama.cpp wants them. The file appears under its name when i
 from its start to its end by the `gguf` library, so an interrupted export starts anew.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +27,6 @@ from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
 from aoquant.export.source import Source
 from aoquant.files.atomic import Staged, check_free
-from aoquant.linear.tensor import PackedTensor
 
 _TYPES = {
     torch.float32: GGMLQuantizationType.F32,
@@ -92,7 +89,7 @@ def _decide(
     """Return the contents, the file's tensors, and a writer that has the metadata and no file yet."""
     architecture = _architecture(source)
     scheme = kv_cache.scheme_of(source.modules, "gguf")
-    contents = contents_of(source, store, skip, "gguf")
+    contents = contents_of(source, skip, "gguf")
     kv_cache.check_layers(contents.layers, scheme, "gguf")
     entries = _entries(source, contents, architecture)
     writer = gguf.GGUFWriter(None, architecture.name)  # the file is named when it is written
@@ -100,14 +97,11 @@ def _decide(
     gguf_arch.add_metadata(writer, architecture, source.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(entries))
-    if source.folder is not None:
-        gguf_tokenizer.add(writer, source.folder, source.config["vocab_size"], str(source.folder))
-        return architecture, contents, entries, writer
     with tempfile.TemporaryDirectory() as made:
-        if tokenizer is not None:
+        if tokenizer is not None and source.folder is None:
             tokenizer.save_pretrained(made)
-        name = "the model in memory" if tokenizer is None else type(tokenizer).__name__
-        gguf_tokenizer.add(writer, Path(made), source.config["vocab_size"], name)
+        owner = source.folder or ("the model in memory" if tokenizer is None else type(tokenizer).__name__)
+        gguf_tokenizer.add(writer, source.folder or Path(made), source.config["vocab_size"], str(owner))
     return architecture, contents, entries, writer
 
 
@@ -160,17 +154,14 @@ def _fill(
 ) -> None:
     config = source.config
     parts: dict[str, Tensor] = {}
+    data: Any
     with bar(sum(e.nbytes for e in entries), "export") as shown:
         for entry in entries:
             if not entry.source:
-                factors = gguf_arch.rope_factors(config)
-                assert factors is not None
-                data = factors
+                data = gguf_arch.rope_factors(config)
             elif entry.part:
                 if entry.part == "weight":
-                    packed = source.weights[entry.source].read(True)
-                    assert isinstance(packed, PackedTensor)
-                    parts = store(packed).tensors
+                    parts = store(source.weights[entry.source].read(True)).tensors
                 data = parts[entry.part]
                 data = architecture.rows(entry.source, data, config) if entry.part == "weight" else data
             else:

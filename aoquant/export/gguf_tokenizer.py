@@ -7,8 +7,6 @@ are added, and the chat template are read by the `gguf` library. Source: llama.c
 `src/llama-vocab.cpp`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,10 +1,8 @@
 """A Hugging Face folder in another library's layout: config.json, safetensors, generation config and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from aoquant._register import version
 from aoquant.export import kv_cache
-from aoquant.export.contents import Contents, Store, contents_of, values
+from aoquant.export.contents import Contents, contents_of, values
 from aoquant.export.filled_folder import Folder
 from aoquant.export.fused_checks import warn_mixed
 from aoquant.export.source import Source
-from aoquant.export.targets import Description
+from aoquant.export.targets import Description, layout_of
 from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import check_free
-from aoquant.linear.tensor import PackedTensor
 
 _NOT_COPIED = re.compile(
     r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|(config|aoquant_run)\.json"
@@ -31,19 +28,17 @@ _NOT_COPIED = re.compile(
 def write(
     source: Source,
     out: Path,
-    *,
-    store: Store,
-    describe: Callable[[Source, Contents], Description],
     target: str,
+    *,
     tokenizer: PreTrainedTokenizerBase | None,
     skip: Sequence[str],
     max_shard_size: int | str,
 ) -> Path:
-    """Write `source` to the folder `out`: layers as `store` packs them, quantization_config as `describe` says."""
+    """Write `source` to the folder `out`: layers and quantization_config as the module of `target` makes them."""
     check_free(out)
     if source.folder is not None:
         checkpoint.side_files(source.folder, _NOT_COPIED)  # raises here, before anything is written
-    contents, description = decide(source, store=store, describe=describe, target=target, skip=skip)
+    contents, description = decide(source, target, skip)
     tensors, groups = dict[str, Tensor](), dict[str, list[str]]()
     for module, stored in contents.layers.items():
         parts = {f"{source.in_files(module)}.{part}": t for part, t in stored.tensors.items()}
@@ -57,9 +52,8 @@ def write(
     def make(group: str) -> dict[str, Tensor]:
         if group in contents.floats:
             return {contents.floats[group].name_in_files: values(contents.floats[group])}
-        packed = source.weights[f"{group}.weight"].read(True)
-        assert isinstance(packed, PackedTensor)
-        return {f"{source.in_files(group)}.{part}": t for part, t in store(packed).tensors.items()}
+        stored = layout_of(target).store(source.weights[f"{group}.weight"].read(True))
+        return {f"{source.in_files(group)}.{part}": t for part, t in stored.tensors.items()}
 
     config = {**source.config, "quantization_config": description.config}
     with Folder(out, _identity(source, target, skip, max_shard_size)) as folder:
@@ -73,21 +67,14 @@ def write(
     return out
 
 
-def decide(
-    source: Source,
-    *,
-    store: Store,
-    describe: Callable[[Source, Contents], Description],
-    target: str,
-    skip: Sequence[str],
-) -> tuple[Contents, Description]:
+def decide(source: Source, target: str, skip: Sequence[str]) -> tuple[Contents, Description]:
     """The contents of the folder and its description, nothing written. ValueError: what the target cannot hold."""
-    contents = contents_of(source, store, skip, target)
+    contents = contents_of(source, skip, target)
     scheme = kv_cache.scheme_of(source.modules, target)
     kv_cache.check_layers(contents.layers, scheme, target)
     if scheme is not None:
         contents.floats.update(kv_cache.weights_of(source.modules, source.weights, target))
-    description = describe(source, contents)
+    description: Description = layout_of(target).describe(source, contents)
     if scheme is not None:
         kv_cache.describe(scheme, description, target)
     warn_mixed(source.linears(), {module: stored.scheme for module, stored in contents.layers.items()})

@@ -12,15 +12,12 @@ for each query head. Source: vLLM `maybe_remap_kv_scale_name`, `get_cache_scale_
 `unified_export_hf.py`; SGLang `fp4_kv_cache_quant_method.py`.
 """
 
-from __future__ import annotations
-
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.export.targets import Description
 from aoquant.export.weights import Weight, given
 from aoquant.kv import KVCacheConfig, hook
@@ -86,10 +83,10 @@ def scheme_of(modules: Mapping[str, nn.Module], target: str) -> KVCacheConfig | 
     serve = _VLLM | ({"fp8": "fp8"} if latent is not None and target == "compressed-tensors" else {})
     flag = f"-ctk {k} -ctv {v}" if target == "gguf" else f"--kv-cache-dtype {serve[k]}" if k in serve else ""
     if flag:
-        _warn(f"the files cannot say that the KV cache is {k}: serve them with {flag}")
+        warn(f"the files cannot say that the KV cache is {k}: serve them with {flag}")
         return None
     if k == "fp8" and config.query is None and latent is None:
-        _warn(
+        warn(
             "vLLM casts queries to fp8 beside an fp8 KV cache on NVIDIA GPUs, which training did not: train query='fp8'"
         )
     return config
@@ -102,10 +99,6 @@ def check_layers(layers: Mapping[str, Any], scheme: KVCacheConfig | None, target
             f"the layers are float, and {target} files say nothing of this KV cache alone: save the model by model.save_pretrained, "
             "and serve it with the engine's option for the cache; or quantise layers, too"
         )
-
-
-def _warn(said: str) -> None:
-    warnings.warn(said, AoquantWarning, stacklevel=6)
 
 
 def weights_of(modules: Mapping[str, nn.Module], stored: Mapping[str, Weight], target: str) -> dict[str, Weight]:

@@ -15,8 +15,6 @@ here (train the recipe vllm-nvfp4 or vllm-nvfp4-weight). Source: docs/features/q
 modelopt's export of a unified Hugging Face checkpoint.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -50,9 +48,8 @@ def store(p: PackedTensor) -> Stored:
 
 
 def _nvfp4(p: PackedTensor, x: Any) -> Stored:
-    assert p.scale is not None
     outer = one_outer(p, "the layout one for the layer", "train nvfp4")
-    tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}
+    tensors = {"weight": p.qdata, "weight_scale": p.encoded.scales, "weight_scale_2": outer[0].clone()}
     if x is None:
         return Stored(tensors, "W4A16_NVFP4")
     if not x.name.startswith("nvfp4-static:"):
@@ -64,14 +61,13 @@ def _nvfp4(p: PackedTensor, x: Any) -> Stored:
 
 
 def _float8(p: PackedTensor, x: Any) -> Stored:
-    assert p.scale is not None
     formats: tuple[Any, ...] = p.weight_format, x
     pair = [f.per if f is not None and f.standard == "fp8" else "" for f in formats]
     if pair == ["row", "row"]:
-        tensors = {"weight": p.qdata, "weight_scale": p.scale.flatten()}
+        tensors = {"weight": p.qdata, "weight_scale": p.encoded.scales.flatten()}
         return Stored(tensors, "FP8_PER_CHANNEL_PER_TOKEN", tuple(differences(p.recipe, "vllm")))
     if pair == ["tensor", "tensor"] and x.fixed:
-        scales = {"weight_scale": p.scale.reshape(()), "input_scale": static_scale(x).reshape(())}
+        scales = {"weight_scale": p.encoded.scales.reshape(()), "input_scale": static_scale(x).reshape(())}
         return Stored({"weight": p.qdata, **scales}, "FP8")
     raise Unfit(
         f"the layout holds fp8-row with fp8-row activations, or fp8-tensor with fp8-tensor-static ones, not {p.recipe}",

@@ -8,10 +8,7 @@ them, and become packed stacks. Weight-only layers get the contract "dequantize"
 compute; layers with activations get the engine's quantiser (int8-row-vllm, ...).
 """
 
-from __future__ import annotations
-
 import re
-import warnings
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,9 +19,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils import is_match
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import naming, warn
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.filling import Filling
 from aoquant.export.kv_cache import attach_scheme
@@ -48,19 +44,14 @@ _CACHES = tuple(f".{of}_{part}" for of in ("k", "v", "q") for part in ("scale", 
 _CHANGES = ("sparsity_config", "transform_config", "moe_sparsity_config")
 
 
-def load(
-    folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
-) -> PreTrainedModel:
-    """The model of a compressed-tensors folder, its quantised layers and experts packed.
-
-    dtype: of what stays float and of layers' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
+def fill(filling: Filling) -> None:
+    """Pack the quantised layers and experts of a compressed-tensors folder.
 
     Raises:
-        ValueError: a scheme that no format of ours equals, files that do not fit the model, or another device_map.
+        ValueError: a scheme that no format of ours equals, or files that do not fit the model.
     """
-    filling = Filling(folder, model_class, dtype, device_map, "compressed-tensors")
     schemes = QuantizationConfig.model_validate(filling.quantization)
-    _check_patterns(folder, schemes)
+    _check_patterns(filling.folder, schemes)
     _check_rest(filling, schemes)
     for name, module in filling.model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and (scale := filling.names.get(f"{name}.weight_scale")):
@@ -69,7 +60,6 @@ def load(
     for name, pieces in filling.stacks.items():
         if pieces and f"{pieces[0].module}.weight_scale" in filling.stored:
             filling.put(name, packed_experts(_experts(filling, schemes, name, pieces)))
-    return filling.finish()
 
 
 def _check_patterns(folder: Path, schemes: QuantizationConfig) -> None:
@@ -105,11 +95,7 @@ def _check_rest(filling: Filling, schemes: QuantizationConfig) -> None:
         scales = filling.take([name for name in filling.stored if name.endswith(_CACHES)])
         reason = attach_scheme(filling.model, schemes.kv_cache_scheme, scales)
         if reason is not None:
-            warnings.warn(
-                f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float",
-                AoquantWarning,
-                stacklevel=2,
-            )
+            warn(f"{where}: its kv_cache_scheme is not computed ({reason}): the cache of keys and values stays float")
 
 
 def _does_something(field: Any) -> bool:
@@ -130,10 +116,8 @@ def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: l
                 f"{filling.folder}: {piece.module} has no scales, and {pieces[0].module} has: copy it again"
             )
         made[piece.expert].append(_layer(filling, schemes, piece.module, like))
-    try:
+    with naming(f"{filling.folder}: {name}", ". Load it with transformers"):
         return [joined_rows(parts) for parts in made]
-    except ValueError as error:
-        raise ValueError(f"{filling.folder}: {name}: {error}. Load it with transformers") from None
 
 
 def _layer(
@@ -158,7 +142,7 @@ def _layer(
 def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dtype: torch.dtype) -> PackedTensor:
     """Return one layer's weight. parts: stored tensors, by the name that follows the module's."""
     args = scheme.weights
-    try:
+    with naming(f"{label}: aoquant has no format for this layer", ". Load it with transformers"):
         if args is None or "weight_g_idx" in parts:
             raise ValueError("its columns are reordered (weight_g_idx)" if args else "its weights have no scheme")
         if scheme.output_activations is not None:
@@ -166,8 +150,6 @@ def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dt
         activation = _activation(scheme.input_activations, parts)
         format, encoded = _encoded(args, parts, dtype)
         recipe = LinearRecipe(activation, get_format(format), "aoquant" if activation else "dequantize")
-    except ValueError as error:
-        raise ValueError(f"{label}: aoquant has no format for this layer: {error}. Load it with transformers") from None
     return PackedTensor.from_encoded(encoded, recipe, dtype)
 
 

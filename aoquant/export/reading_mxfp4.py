@@ -6,14 +6,8 @@ row by row, although the float parameter is (E, K, N). transformers multiplies t
 elsewhere decodes them to bfloat16, which is exact. Source: transformers 5.17 `integrations/mxfp4.py`; OCP MX 1.0.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from aoquant.experts.families import is_transposed
 from aoquant.experts.packed_experts import PackedExperts
@@ -22,25 +16,19 @@ from aoquant.export.filling import Filling
 _NAN = 0xFF  # of e8m0
 
 
-def load(
-    folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
-) -> PreTrainedModel:
-    """The model of an MXFP4 folder, its experts packed as mxfp4, weight-only.
-
-    dtype: of what stays float and of experts' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
+def fill(filling: Filling) -> None:
+    """Pack the experts of an MXFP4 folder as mxfp4, weight-only.
 
     Raises:
-        ValueError: files that do not fit the model, a scale that is NaN, or another device_map.
+        ValueError: files that do not fit the model, or a scale that is NaN.
     """
-    filling = Filling(folder, model_class, dtype, device_map, "mxfp4")
     for name in filling.stacks:
         blocks, scales = f"{name}_blocks", f"{name}_scales"
         if blocks in filling.stored and scales in filling.stored:
             tensors = filling.take([blocks, scales])
             transposed = is_transposed(filling.model.get_submodule(name.rpartition(".")[0]))
-            packed = _packed(f"{folder}: {name}", tensors[blocks], tensors[scales], filling.dtype, transposed)
+            packed = _packed(f"{filling.folder}: {name}", tensors[blocks], tensors[scales], filling.dtype, transposed)
             filling.put(name, packed)
-    return filling.finish()
 
 
 def _packed(label: str, blocks: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool) -> PackedExperts:

@@ -6,8 +6,6 @@ hold it, and once whole, to repack it. So a folder of any size is exported with 
 written before everything is decided.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

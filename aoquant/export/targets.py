@@ -1,10 +1,9 @@
 """The vocabulary of a target: how it stores a layer, and how it says that it cannot."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +13,12 @@ from aoquant.config import WeightConfig
 from aoquant.linear.tensor import PackedTensor
 from aoquant.recipes import list_recipes
 
+# format -> (the library that it needs, the module here that stores its layers and describes its folders)
+FORMATS = {
+    "compressed-tensors": ("compressed_tensors", "compressed"),
+    "modelopt": ("compressed_tensors", "modelopt"),
+    "gguf": ("gguf", "ggml_types"),
+}
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")  # one expert's matrix, by its module; the group names all of the layer's
 
 
@@ -36,6 +41,11 @@ class Description:
 
     config: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def layout_of(format: str) -> Any:
+    """Return the module of a format. Raises ImportError: its library is missing."""
+    return import_module(f"aoquant.export.{FORMATS[format][1]}")
 
 
 class Unfit(Exception):

@@ -1,7 +1,5 @@
 """`aoquant verify`: compare a folder of aoquant's with the checksums that it was written with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from aoquant.export import gguf_checksum

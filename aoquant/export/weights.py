@@ -7,8 +7,6 @@ other tensors of such a model get their names in files too. Experts that float c
 have no such names, and stay one weight, which no target holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,7 +31,7 @@ class Weight:
 
     name: str
     tensor_class: str
-    read: Callable[[bool], Tensor]
+    read: Callable[[bool], Any]
     read_expert: Callable[[int, bool], PackedTensor] | None = None
     stored: str = ""
 

@@ -8,8 +8,6 @@ rename of config.json: the new config names the staged weights in `transformers_
 without that entry ends the save. A save that was killed after its commit is finished by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ data holds its codes and scales under names of their own ("...q_proj._weight_qda
 missing part would surface far away; here it is a ValueError that names the file and says what to do.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -7,8 +7,6 @@ all shards, or of that table, so shards of two checkpoints do not mix. CRC-32 gu
 attacker; it is the fastest in the standard library, and can be computed piece by piece in threads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib
@@ -133,9 +131,8 @@ def check_names(path: Path) -> dict[str, str]:
 def _check_bound(tables: Mapping[Path, Mapping[str, str]]) -> None:
     """Raise ValueError for files of different checkpoints: what two tables both hold has one checksum."""
     known: dict[str, str] = {}
-    first = next(iter(tables), None)
     for path, wanted in tables.items():
-        assert first is not None
+        first = next(iter(tables))
         if bool(wanted) != bool(tables[first]) or any(
             known.setdefault(n, found) != found for n, found in wanted.items()
         ):

@@ -5,8 +5,6 @@ A file is eight bytes (the header's length, little endian), a JSON header (name:
 library's `save_file` takes all tensors of a file at once, and its readers map whole files into memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,10 +5,7 @@ transformers renames some architectures' tensors when it loads them, and stacks 
 comes back says which rows of which expert each name holds.
 """
 
-from __future__ import annotations
-
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 
 
 @dataclass(frozen=True)
@@ -133,12 +130,10 @@ def warn_of_dtypes(model: Any) -> None:
     changed = [n for n, t in there if type(t.data) is torch.Tensor and loaded.get(n, t.dtype) != t.dtype]
     if changed:
         here, then = model.get_parameter_or_buffer(changed[0]).dtype, loaded[changed[0]]
-        warnings.warn(
+        warn(
             f"{len(changed)} tensor(s), such as {changed[0]}, are {here} in this model and {then} in the one that is loaded from its files, "
             f"which then computes other numbers: give a model its dtype as it is made or loaded (dtype={model.dtype}), in place of a cast "
-            "that also rounds what transformers keeps wider",
-            AoquantWarning,
-            stacklevel=3,
+            "that also rounds what transformers keeps wider"
         )
 
 

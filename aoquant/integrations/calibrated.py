@@ -5,8 +5,6 @@ memory of a process, and each block is on the device while it is calibrated. A f
 and its packed weights are mapped from there. So one block is in memory, and its inputs.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

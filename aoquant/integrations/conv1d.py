@@ -5,8 +5,6 @@ whose weight is a quantised tensor (N, K), as kernels and loaders have it. Impor
 multiply by that, because a checkpoint's loader builds the class and no code of ours runs in between.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

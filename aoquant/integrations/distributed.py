@@ -4,8 +4,6 @@ A layer that was converted while sharded holds `PackedTensor` shards whatever it
 the tensor that the config names, torchao's included.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

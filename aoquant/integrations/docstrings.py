@@ -5,8 +5,6 @@ imported. The modules are pure Python and have hardly changed from 3.11 to 3.14;
 out. What is held out is of other packages than what is trained on.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sysconfig

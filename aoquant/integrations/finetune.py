@@ -6,8 +6,6 @@ text and its rate depend on the arguments alone, whatever the number of ranks. W
 each its part of weights, gradients, masters and moments, and no rank holds the whole model; afterwards each does again.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -6,8 +6,6 @@ of the bytes. Another number of ranks adds gradients in another order, so the la
 differ; with the same number they do not.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import sys

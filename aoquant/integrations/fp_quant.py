@@ -11,8 +11,6 @@ is no property of a model here: every device computes the same numbers, and the 
 them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -13,17 +13,13 @@ are not stored. Source: github.com/IST-DASLab/FP-Quant, `inference_lib` and `mod
 `integrations/fp_quant.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchao.quantization import FqnToConfig
-from transformers import PreTrainedModel
 
+from aoquant._messages import naming
 from aoquant.config import QATConfig
 from aoquant.export.filling import Filling
 from aoquant.formats import Encoded, layout
@@ -31,7 +27,6 @@ from aoquant.formats.dialects import MXFP4Dialect, NVFP4Dialect
 from aoquant.integrations.fp_quant import from_fp_quant
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.linear.tensor import PackedTensor
-from aoquant.quantize import quantize_
 from aoquant.transforms import Hadamard
 from aoquant.transforms.transform import SIZES
 
@@ -40,43 +35,33 @@ _BESIDE = ("weight_global_scale", "act_global_scale", "forward_hadamard_matrix")
 _PARTS = (*_WEIGHTS, "scales", *_BESIDE, "backward_hadamard_matrix")
 
 
-def load(
-    folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
-) -> PreTrainedModel:
-    """Return the model of an FP-Quant folder: packed layers with the stored codes and scales; prepared layers with the
-    stored weights, and as `from_fp_quant` prepares them, where store_master_weights is set.
-
-    dtype: of what stays float and of layers' outputs; "auto" is config.json's. device_map: one device; None: the CPU.
+def fill(filling: Filling) -> dict[str, QATConfig]:
+    """Pack the layers of an FP-Quant folder, with the stored codes and scales. Where store_master_weights is set,
+    return the configs to prepare layers with, as `from_fp_quant` does.
 
     Raises:
-        ValueError: a layer without codes, a transform or a scale that no format of aoquant has, files that do not fit
-            the model, or another device_map. Says which layer.
+        ValueError: a layer without codes, a transform or a scale that no format of aoquant has, or files that do not
+            fit the model. Says which layer.
     """
-    filling = Filling(folder, model_class, dtype, device_map, "fp_quant")
     told = filling.quantization
     master = told.get("store_master_weights", False)
     # gradients through packed codes are never rounded, whatever the layer was trained with
     config, _ = from_fp_quant(told) if master else from_fp_quant(told, backward_dtype="bf16")
     base: Any = config.base_config if isinstance(config, QATConfig) else config
     plain: LinearRecipe = replace(base, transform=None).recipe()
-    skipped, configs = told.get("modules_to_not_convert") or ["lm_head"], {}
+    skipped, configs = told.get("modules_to_not_convert") or ["lm_head"], dict[str, QATConfig]()
     for name, module in filling.model.named_modules():
         if not isinstance(module, nn.Linear) or name.endswith(tuple(skipped)):
             continue
         parts = _parts(filling, name, "weight" if master else "qweight")
-        try:
+        with naming(f"{filling.folder}: {name}"):
             transform, order = _transform(parts["forward_hadamard_matrix"], plain.fprop_weight.block or 1)
             if master:
                 configs[name] = replace(config, base_config=replace(base, transform=transform))
                 continue
             recipe, encoded = _encoded(plain, transform, order, parts, *module.weight.shape)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {name}: {error}") from None
         filling.put(f"{name}.weight", PackedTensor.from_encoded(encoded, recipe, filling.dtype))
-    model = filling.finish()
-    if configs:
-        quantize_(model, FqnToConfig(configs))
-    return model
+    return configs
 
 
 def _parts(filling: Filling, name: str, wanted: str) -> dict[str, Tensor]:

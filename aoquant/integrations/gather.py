@@ -14,8 +14,6 @@ another device (CPU offload) stays one. A scale of the whole tensor is made by a
 maximum of 8 bytes for each weight. Of stacked experts a rank has whole ones, whose scales are its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from aoquant._messages import check_model
+from aoquant._messages import check_model, naming
 from aoquant.distributed import fsdp
 from aoquant.distributed.gathered import GatheredWeight, Layout
 from aoquant.experts.prepared import QATExperts
@@ -76,14 +74,12 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         why = why or _why_not(recipe, p)
         if why is None:
             dtype = group.mp_policy.param_dtype or p.sharded_param.dtype
-            try:
+            with naming(fqn or "linear"):
                 shape, part = p.sharded_param.shape, p.padded_sharded_param_size[0]
                 if stack:
                     made = Gathering.of_experts(recipe, shape, part, dtype, fqn, layers[0].is_transposed)
                 else:
                     made = Gathering.of(recipe, shape, part, dtype)
-            except ValueError as error:
-                raise ValueError(f"{fqn or 'linear'}: {error}") from None
             if made.length > 2 * p.padded_sharded_param_size.numel():
                 why = (
                     f"bf16: its codes take {made.length / p.padded_sharded_param_size.numel():.2f} bytes for each value"
@@ -128,7 +124,7 @@ class Gathering:
     transposed: bool = False
 
     @classmethod
-    def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> Gathering:
+    def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> "Gathering":
         """part: rows of the first rank.
 
         Raises:
@@ -147,7 +143,7 @@ class Gathering:
     @classmethod
     def of_experts(
         cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype, fqn: str, transposed: bool
-    ) -> Gathering:
+    ) -> "Gathering":
         """part: experts of the first rank, whole ones."""
         experts, n, k = shape[0], *(shape[:0:-1] if transposed else shape[1:])
         gemm = recipe.dgrad
@@ -200,7 +196,7 @@ class EncodingShard(Tensor):
     gathering: Gathering
 
     @classmethod
-    def of(cls, shard: Tensor, gathering: Gathering) -> EncodingShard:
+    def of(cls, shard: Tensor, gathering: Gathering) -> "EncodingShard":
         """Return the same memory."""
         made: EncodingShard = torch.Tensor._make_subclass(cls, shard.detach())
         made.gathering = gathering
@@ -220,12 +216,7 @@ class EncodingShard(Tensor):
             return (self.gathering.sent(self.detach(), mesh.get_group()),), None
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: Any = None,
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """Return what the layers read."""
         return self.gathering.received(all_gather_outputs[0], out)

@@ -6,42 +6,38 @@ that `aoquant.quantize_` converted, and from then on every `save_pretrained` (th
 checkpoint. Layers left in high precision are `modules_to_not_convert`, by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from aoquant import _register
 from aoquant._messages import advice, check_path
-from aoquant.config import PackedWeightConfig
+from aoquant.config import PackedWeightConfig, by_layer
 from aoquant.kv import hook
 from aoquant.linear.kinds import is_layer, is_linear, is_packed, kind_of, matrix_of
 from aoquant.linear.tensor import PackedTensor
 from aoquant.planning.choose import key_of
 from aoquant.planning.heads import input_embeddings
-from aoquant.quantize import config_of, packed_stacks
+from aoquant.quantize import config_of, packed_stacks, quantize_
 from aoquant.report.measure import weight_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 try:
     import transformers
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import FqnToConfig
-    from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
+    from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
+    from aoquant.export.filling import Filling
     from aoquant.export.source import check_converted
     from aoquant.files import checkpoint, checksums
     from aoquant.files.atomic import is_main
@@ -148,9 +144,14 @@ def load_pretrained(
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
     check_path(directory, "directory", "a checkpoint folder")
     folder = Path(directory)
-    if reader := _READERS.get(checkpoint.method(folder) or ""):
+    if reader := _READERS.get(method := checkpoint.method(folder) or ""):
         with _loading(folder, model_class, verify_checksums):
-            loaded: PreTrainedModel = import_module(reader).load(folder, model_class, **kwargs)
+            module = import_module(reader)  # which needs its library
+            filling = Filling(folder, model_class, method, **kwargs)
+            configs = module.fill(filling)
+            loaded = filling.finish()
+            if configs:
+                quantize_(loaded, by_layer(configs))
         return loaded
     quantised = checkpoint.check(folder)
     if verify_checksums:

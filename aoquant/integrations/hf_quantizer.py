@@ -9,11 +9,8 @@ and `aoquant.quantize_` prepares the model as a whole. From then on it is the mo
 and what it saves is a float checkpoint. FP-Quant's config does the same wherever its own package does not run.
 """
 
-from __future__ import annotations
-
 import copy
 import json
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +28,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_fp_quant_available
 from transformers.utils.quantization_config import TorchAoConfig
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.config import WeightConfig
 from aoquant.experts.families import experts_of, is_transposed, stacked_names, stacks_of
 from aoquant.files import checksums
@@ -55,7 +52,7 @@ def install(auto: ModuleType) -> None:
     assert auto.AUTO_QUANTIZER_MAPPING["torchao"] is TorchAoHfQuantizer
     auto.AUTO_QUANTIZER_MAPPING["torchao"] = Quantizer
     assert auto.AUTO_QUANTIZER_MAPPING["fp_quant"] is FPQuantHfQuantizer
-    auto.AUTO_QUANTIZER_MAPPING["fp_quant"] = FPQuantizer
+    auto.AUTO_QUANTIZER_MAPPING["fp_quant"] = fp_quantizer
 
 
 class Quantizer(TorchAoHfQuantizer):
@@ -147,11 +144,9 @@ class Quantizer(TorchAoHfQuantizer):
         if self.pre_quantized:
             forget_rebuilding(model)
         elif not isinstance(self.quantization_config.quant_type, FqnToConfig) and (experts := experts_of(model)):
-            warnings.warn(
+            warn(
                 f"stacked experts of {len(experts)} module(s), such as {next(iter(experts))}, stay float: TorchAoConfig quantises linear "
-                "layers as they are loaded; call aoquant.quantize_ on the loaded float model",
-                AoquantWarning,
-                stacklevel=2,
+                "layers as they are loaded; call aoquant.quantize_ on the loaded float model"
             )
         for module in model.modules():
             adopt(module)
@@ -183,37 +178,26 @@ class Quantizer(TorchAoHfQuantizer):
         return model
 
 
-class FPQuantizer(FPQuantHfQuantizer):
-    """transformers' FP-Quant quantizer, which needs a GPU and the package fp_quant; where it emulates, or that package
-    is missing, aoquant's layers compute the same numbers on any device.
+def fp_quantizer(config: Any, *, pre_quantized: bool = True, **kwargs: Any) -> HfQuantizer:
+    """Return transformers' FP-Quant quantizer, which needs a GPU and the package fp_quant; aoquant's where the config
+    emulates, or that package is missing.
+
+    Raises:
+        ValueError: a folder of packed layers, and no package.
     """
+    there = is_fp_quant_available()
+    if pre_quantized and not there:
+        raise ValueError("this folder was quantised by FP-Quant: read it with aoquant.load_pretrained, on any device")
+    ours = not pre_quantized and (config.pseudoquantization or not there)
+    return (FPQuantizer if ours else FPQuantHfQuantizer)(config, pre_quantized=pre_quantized, **kwargs)
 
-    @property
-    def _is_ours(self) -> bool:
-        emulated = self.quantization_config.pseudoquantization or not is_fp_quant_available()
-        return emulated and not self.pre_quantized
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        if self.pre_quantized and not is_fp_quant_available():
-            raise ValueError(
-                "this folder was quantised by FP-Quant: read it with aoquant.load_pretrained, on any device"
-            )
-        if not self._is_ours:
-            super().validate_environment(*args, **kwargs)
+class FPQuantizer(HfQuantizer):
+    """Quantise a float model by FP-Quant's config, into aoquant's layers: they compute its numbers on any device."""
 
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self._is_ours else super().update_dtype(dtype)
-
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        return not self._is_ours and bool(super().param_needs_quantization(model, param_name, **kwargs))
-
-    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._is_ours:
-            super()._process_model_before_weight_loading(model, *args, **kwargs)
+    is_serializable = is_trainable = True
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if not self._is_ours:
-            return super()._process_model_after_weight_loading(model, **kwargs)
         _release(self, model)
         quantize_(model, *from_fp_quant(self.quantization_config))
         return model

@@ -4,8 +4,6 @@ Every rank runs the same code on the same model; tokens and documents are shared
 the folder, writing, printing) happens on rank 0, and `share` gives all ranks its result, or ends them with its error.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ float32; lm-eval's default is the dtype of the logits, and a bf16 window's sum w
 than one, windows share what a format shares between rows.
 """
 
-from __future__ import annotations
-
 import copy
 import glob
 import json

@@ -10,11 +10,8 @@ Nothing here reads a number back from a GPU: while its long kernels compute a lo
 ones of backward and of the next step.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from aoquant.ops.codec import has_triton
 from aoquant.ops.codec.triton_kernels import imported
-from aoquant.report.measure import with_forward
+from aoquant.report.measure import having, with_forward
 
 CHUNK_BYTES = 1 << 29  # of one chunk's logits in float32: 512 tokens of a vocabulary of 262 144
 CHUNK_SHARE = 32  # of a large GPU's memory, this part instead: each chunk costs a pass over the head's gradient
@@ -34,7 +31,17 @@ IGNORED = -100  # target of a token that is not scored, as in torch's cross_entr
 LossOf = Callable[[Tensor, slice], Tensor]
 
 _find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
-_rows = threading.local()
+
+
+class _Rows(threading.local):
+    """State of a thread. one_text: rows are known to hold one text each, so transformers need not look for several: it
+    reads the answer back from the device, and the host would wait for the whole step before.
+    """
+
+    one_text = False
+
+
+_rows = _Rows()
 
 
 def hidden_states(model: Any, **inputs: Any) -> Tensor:
@@ -48,27 +55,17 @@ def hidden_states(model: Any, **inputs: Any) -> Tensor:
         found.append(output[0])
         return type(output)(last_hidden_state=output[0][:, :1])
 
-    with model.base_model.register_forward_hook(first_position), _one_text_a_row("position_ids" not in inputs):
+    with (
+        model.base_model.register_forward_hook(first_position),
+        having([_rows], "one_text", "position_ids" not in inputs),
+    ):
         model(**{**inputs, "use_cache": False})
     return found[-1]
 
 
-@contextmanager
-def _one_text_a_row(known: bool) -> Iterator[None]:
-    """Keep transformers from looking for several texts in a row, where it is known that there is one: it reads the
-    answer back from the device, so the host would wait for the whole step before.
-    """
-    before = getattr(_rows, "one_text", False)
-    _rows.one_text = known
-    try:
-        yield
-    finally:
-        _rows.one_text = before
-
-
 def _packed_sequence_indices(position_ids: Tensor) -> Any:
     """Stand for transformers' function: None says that rows hold one text each."""
-    known = not torch.compiler.is_compiling() and getattr(_rows, "one_text", False)
+    known = not torch.compiler.is_compiling() and _rows.one_text
     return None if known else _find_packed(position_ids)
 
 

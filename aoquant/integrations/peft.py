@@ -6,8 +6,6 @@ quantising there is refused. Injecting adapters also gives packed layers of torc
 (`peft_gradients.py`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +48,7 @@ def install(module: ModuleType) -> None:
         with _only_lora(tuner), _named(model):
             inject(tuner, model, *args, **kwargs)
         peft_gradients.mend(model)
-        tell_frozen([name for name, scale in learned.items() if not scale.requires_grad], stacklevel=3)
+        tell_frozen([name for name, scale in learned.items() if not scale.requires_grad])
 
     BaseTuner.inject_adapter = inject_adapter
     wrap = AuxiliaryTrainingWrapper.__init__

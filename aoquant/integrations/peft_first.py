@@ -4,16 +4,13 @@
 what peft's holds, so that its class is all that changes; A, B, their optimizer and hooks stay.
 """
 
-from __future__ import annotations
-
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from torch import nn
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.integrations.peft_layers import KEEP_BASE, QATLoraLinear, QATParamWrapper
 from aoquant.linear.learned_scales import learned_scales
 from aoquant.linear.prepared import PreparedModule
@@ -72,15 +69,13 @@ def adopt(model: nn.Module, adapted: Iterable[list[Any]]) -> None:
     scales = {name: scale for name, scale in trained if scale.requires_grad}
     for scale in scales.values():
         scale.requires_grad_(False)
-    tell_frozen(list(scales), stacklevel=5)
+    tell_frozen(list(scales))
 
 
-def tell_frozen(scales: list[str], stacklevel: int) -> None:
+def tell_frozen(scales: list[str]) -> None:
     """Warn of learned scales that do not train beside adapters."""
     if scales:
-        warnings.warn(
+        warn(
             f"peft froze {len(scales)} learned scales ({scales[0]}, ...), as all that is no adapter: they keep their values; to train "
-            "them too, call requires_grad_(True) on them, and keep the base's state_dict, as peft saves adapters alone",
-            AoquantWarning,
-            stacklevel=stacklevel,
+            "them too, call requires_grad_(True) on them, and keep the base's state_dict, as peft saves adapters alone"
         )

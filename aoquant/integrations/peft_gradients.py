@@ -5,8 +5,6 @@ have no derivative. Such layers get a forward hook that keeps y, bit for bit, an
 dx = dy W^, straight through the activation's rounding. Codes are kept for backward and decoded there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

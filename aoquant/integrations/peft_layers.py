@@ -7,8 +7,6 @@ values pass no gradient (straight_through="clipped", learned weight scales). A l
 forward to backward, in W's dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -285,8 +283,7 @@ class _LowRankGradient(torch.autograd.Function):
         a, b, wt, *parts = ctx.saved_tensors
         x_MK = parts[0]
         if ctx.x_as:
-            codes, scale, zero, outer = parts
-            encoded = Encoded(codes, scale, zero, outer, a.shape[1])
+            encoded = Encoded.of(parts, a.shape[1])
             x_MK = pulled_back(ops.decode(encoded, ctx.x_as, grad.dtype), ctx.w_as, Scales(transform=wt))
         g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
         da = ((g_MN @ b).t() @ x_MK) * ctx.scaling

@@ -4,8 +4,6 @@ A name or pattern that matches no layer is a slip of the pen. Where the result i
 before an hour of conversion or training it stops the work.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ takes its place as a whole (`atomic.py`): the Trainer and users call it, and a k
 changed; transformers finds out in the middle of a copy.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -5,24 +5,24 @@ taken through Hugging Face's own rules for names, tied weights and shards. Read 
 source behind every tensor that will be written. Any misfit is an error here.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import re
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant._messages import advice, some
+from aoquant.experts.families import is_transposed
+from aoquant.experts.packed_experts import packed_experts
 from aoquant.export.source import class_of, config_of, empty, names_by_parameter
 from aoquant.files import checkpoint, checksums
 from aoquant.files.safetensors_file import StoredTensor, read_json, reading
@@ -30,18 +30,87 @@ from aoquant.files.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import hf
 from aoquant.integrations.plans import ptq_plan
-from aoquant.integrations.stream_sources import Source
 from aoquant.kv import hook
 from aoquant.planning import caches, stack_changes
 from aoquant.planning.changes import Change
 from aoquant.planning.coverage import Coverage, coverage
+from aoquant.planning.fused import shared_at_once
+from aoquant.planning.plan import not_finite
 from aoquant.planning.tied import identity
-from aoquant.quantize import apply
+from aoquant.quantize import apply, pack
 
-_COMPUTED = (
-    r"rotary_emb\.inv_freq$",
-    r"(^|\.)position_ids$",
-)  # buffers of old checkpoints, which models compute themselves
+# buffers of old checkpoints, which models compute themselves
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer's weight, or a stacked parameter of experts, to quantise.
+
+    names: several when layers share a weight.
+    stored: where it is stored: one tensor; or for each expert the tensors whose rows are its weight (N, K), in order.
+    dtype: to load it in.
+    experts: how many a stack has, each of which is a unit; None for a layer, which is one unit.
+    """
+
+    change: Change
+    names: list[str]
+    stored: StoredTensor | Sequence[Sequence[StoredTensor]]
+    dtype: torch.dtype
+    experts: int | None = None
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        """Return where its first byte is stored."""
+        first = self.stored if isinstance(self.stored, StoredTensor) else self.stored[0][0]
+        return first.path, first.start
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        if isinstance(self.stored, StoredTensor):
+            return self.stored.size
+        return sum(source.size for sources in self.stored for source in sources)
+
+    @property
+    def units(self) -> Sequence[int | None]:
+        """Return the experts, or None for the one unit of a layer."""
+        return (None,) if self.experts is None else range(self.experts)
+
+    def rebuilt(self) -> type[Tensor]:
+        """Return the class of the tensor that loaders make."""
+        return type(self.change.weight.data)
+
+    @torch.no_grad()
+    def encode(self, unit: int | None, device: torch.device | str) -> dict[str, Tensor]:
+        """Return a unit's stored parts by name, those of an expert as one row (1, ...).
+
+        Raises:
+            ValueError: the weight holds NaN or Inf.
+        """
+        weight, change = self.read(unit), self.change
+        if change.layer is not None:
+            packed = pack(change, weight, device)
+        else:
+            one = stack_changes.pack_expert(change, weight, device)
+            packed = packed_experts([one], transposed=is_transposed(change.module))
+        return flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
+
+    def read(self, unit: int | None) -> Tensor:
+        """Return a unit's float weight (N, K). Raises ValueError: it holds NaN or Inf."""
+        if not isinstance(self.stored, StoredTensor):
+            assert unit is not None
+            weight = torch.cat([source.read() for source in self.stored[unit]])
+        elif unit is None:
+            weight = self.stored.read()
+        else:
+            weight = self.stored.rows(unit, unit + 1)[0]
+            weight = weight.t() if is_transposed(self.change.module) else weight
+        weight = weight.to(self.dtype)
+        if reason := not_finite(weight):
+            expert = "" if unit is None else f", expert {unit}"
+            raise ValueError(f"{self.change.fqn}{expert} {tuple(weight.shape)}: {reason}")
+        return weight
 
 
 @dataclass(frozen=True)
@@ -135,9 +204,7 @@ def build(
     hf.attach(model)
 
     flat, metadata = model.hf_quantizer.get_state_dict_and_metadata(model)
-    layers = [
-        dataclasses.replace(y, names=[n for n in y.names if n in metadata]) for y in layers
-    ]  # a tied pair is saved once
+    layers = [replace(y, names=[n for n in y.names if n in metadata]) for y in layers]  # a tied pair is saved once
     flat = {k: t for k, t in flat.items() if k in kept or k not in names}
     reverted = revert_weight_conversion(model, flat)
     written = {id(t): name for name, t in reverted.items()}  # renaming hands the same tensors on
@@ -258,3 +325,19 @@ def _check_stored(name: str, found: StoredTensor | None, expected: Tensor) -> No
             f"{found.path}: {name} is stored as {str(found.dtype).removeprefix('torch.')}, and float32, bfloat16 or "
             "float16 was expected: convert the float checkpoint"
         )
+
+
+def with_shared_scales(sources: Sequence[Source], device: torch.device | str) -> list[Source]:
+    """Return `sources` with the outer scales that siblings share, found in a pass of its own, one weight in memory."""
+    layers = {s.change.fqn: (s, s.change) for s in sources if s.change.layer is not None}
+
+    def weight_of(change: Change) -> Tensor:
+        return change.kind.matrix(layers[change.fqn][0].read(None).to(device))
+
+    shared = shared_at_once((change for _, change in layers.values()), weight_of)
+    return [
+        replace(s, change=replace(s.change, scales=scales))
+        if s.change.layer is not None and (scales := shared.get(s.change.fqn))
+        else s
+        for s in sources
+    ]

@@ -5,8 +5,6 @@ codes and scales into their places, forget it. The bits are those of loading the
 `aoquant.save_pretrained`. The folder appears under its name when it is complete and checked (`atomic.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -30,8 +28,7 @@ from aoquant.files import checkpoint, checksums
 from aoquant.files.atomic import Staged, check_free
 from aoquant.files.safetensors_file import StoredTensor, header, replace_metadata, reserve
 from aoquant.integrations.plans import checked_plan, ptq_plan
-from aoquant.integrations.skeleton import Skeleton, build, empty_model, quantise_caches
-from aoquant.integrations.stream_sources import Source, with_shared_scales
+from aoquant.integrations.skeleton import Skeleton, Source, build, empty_model, quantise_caches, with_shared_scales
 from aoquant.planning.coverage import Coverage
 from aoquant.tools.doctor import check_device
 
@@ -209,9 +206,8 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
 
 def _copy(source: StoredTensor, place: StoredTensor, sums: dict[str, int]) -> None:
     """Copy a tensor piece by piece, in the dtype that the model would load it in."""
-    done = _write(
-        torch.empty(0, dtype=place.dtype, device="cpu"), place, 0, sums
-    )  # a tensor without values has a checksum too
+    # a tensor without values has a checksum too
+    done = _write(torch.empty(0, dtype=place.dtype, device="cpu"), place, 0, sums)
     for piece in source.pieces():
         done += _write(piece.to(place.dtype), place, done, sums)
 

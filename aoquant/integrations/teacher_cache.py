@@ -14,8 +14,6 @@ the full divergence's for a teacher who shares p_rest out as the student does: p
 2 p_rest in L1. Renormalising the top-k probabilities instead would push the student's tail to zero.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -72,11 +70,7 @@ def top_k_loss(student_NV: Tensor, teacher: TopK) -> Tensor:
 
 
 def description(
-    teacher: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks_BT: Tensor,
-    k: int,
-    documents: Documents = ONE_TEXT,
+    teacher: nn.Module, tokenizer: PreTrainedTokenizerBase, blocks_BT: Tensor, k: int, documents: Documents = ONE_TEXT
 ) -> dict[str, str]:
     """Return what the log-probabilities depend on: a cache of another description is refused.
 
@@ -157,15 +151,18 @@ class TeacherCache:
             rows.append(found)
         return TopK(*(sent_to(device, torch.cat(parts)) for parts in zip(*rows, strict=True)))
 
-    def fill(self, blocks: Tensor, compute: Callable[[Tensor], TopK], ranks: Ranks) -> None:
-        """Add what is missing of `blocks` (indices). compute: distributions of one block, given its index.
+    @torch.no_grad()
+    def fill(
+        self, teacher: PreTrainedModel, blocks_BT: Tensor, used: Tensor, ranks: Ranks, documents: Documents = ONE_TEXT
+    ) -> None:
+        """Compute what is missing of the blocks that are `used` (indices). The rest: as `opened` has it.
 
         A collective: ranks share the files out.
 
         Raises:
             ValueError: another process fills the folder, or the disk is too small.
         """
-        missing = [block for block in dict.fromkeys(blocks.flatten().tolist()) if block not in self.places]
+        missing = [block for block in dict.fromkeys(used.flatten().tolist()) if block not in self.places]
         each = self.window * (8 * self.k + 4)
         lock, made = FileLock(self.folder / ".lock", timeout=0), list[Path]()
 
@@ -184,6 +181,13 @@ class TeacherCache:
                 )
             return 1 + max((int(p.stem) for p in self.folder.glob("*.safetensors") if p.stem.isdigit()), default=-1)
 
+        def compute(block: int) -> TopK:
+            inputs = documents.inputs(blocks_BT[block][None].to(teacher.device))
+            parts = hidden_states(teacher, **inputs)[0].split(chunk_rows(self.vocabulary))
+            found = (top_k(logits_of(teacher, part), self.k) for part in parts)
+            return TopK(*map(torch.cat, zip(*found, strict=True)))
+
+        teacher.eval()
         if not missing:
             return
         try:
@@ -201,7 +205,7 @@ class TeacherCache:
         finally:
             unlock(lock, made)
 
-    def _write(self, path: Path, indices: list[int], compute: Callable[[Tensor], TopK], bar: Any) -> None:
+    def _write(self, path: Path, indices: list[int], compute: Callable[[int], TopK], bar: Any) -> None:
         n, partial = len(indices), path.with_suffix(".partial")
         shapes: dict[str, Any] = {
             "blocks": torch.tensor(indices, device="cpu"),
@@ -212,7 +216,7 @@ class TeacherCache:
         places = reserve(partial, shapes, self.about)
         places["blocks"].write(shapes["blocks"])
         for row, block in enumerate(indices):
-            for name, values in compute(torch.tensor(block, device="cpu"))._asdict().items():
+            for name, values in compute(block)._asdict().items():
                 places[name].write(values, row * values.numel() * values.dtype.itemsize)
             bar.update(1)
         give_place(partial, path)
@@ -237,26 +241,3 @@ def opened(
     """
     about = ranks.share(lambda: description(teacher, tokenizer, blocks_BT, k, documents))
     return TeacherCache(folder, about, teacher.get_output_embeddings().weight.shape[0])
-
-
-@torch.no_grad()
-def fill(
-    cache: TeacherCache,
-    teacher: PreTrainedModel,
-    blocks_BT: Tensor,
-    used: Tensor,
-    ranks: Ranks,
-    documents: Documents = ONE_TEXT,
-) -> None:
-    """Compute what an open cache lacks of the blocks that are `used` (indices). Others and errors: as `opened` has, and
-    `TeacherCache.fill`.
-    """
-
-    def compute(block: Tensor) -> TopK:
-        inputs = documents.inputs(blocks_BT[block][None].to(teacher.device))
-        parts = hidden_states(teacher, **inputs)[0].split(chunk_rows(cache.vocabulary))
-        found = (top_k(logits_of(teacher, part), cache.k) for part in parts)
-        return TopK(*map(torch.cat, zip(*found, strict=True)))
-
-    teacher.eval()
-    cache.fill(used, compute, ranks)

@@ -7,8 +7,6 @@ saw a <bos> at every first position, and predict badly without it. Training cuts
 ...`, and lm-eval scores a page after that first <eos>.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import json
@@ -16,6 +14,7 @@ import lzma
 import re
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +27,6 @@ from aoquant._messages import progress as progress_bar
 from aoquant.integrations import docstrings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from transformers import PreTrainedTokenizerBase
 
 Source = Path | str | None
@@ -80,7 +77,7 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[str]:
     return documents
 
 
-def beginning(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def beginning(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Return the id of the token with which the tokenizer begins every text, such as <bos>; None where it adds none."""
     (with_it,), (without,) = (tokenizer(["a"], add_special_tokens=add)["input_ids"] for add in (True, False))
     return with_it[0] if len(with_it) > len(without) and with_it[0] != without[0] else None
@@ -98,7 +95,7 @@ class Documents:
     separator: int | None = None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, bos: bool = True, separate: bool = False) -> Documents:
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", *, bos: bool = True, separate: bool = False) -> "Documents":
         """Describe the documents of `token_blocks`, with the same `bos`. separate: no attention across documents."""
         first = beginning(tokenizer) if bos else None
         return cls(first, (tokenizer.eos_token_id if first is None else first) if separate else None)
@@ -130,7 +127,7 @@ ONE_TEXT = Documents()  # all tokens are of one text
 
 def token_blocks(
     documents: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     length: int,
     *,
     bos: bool = True,

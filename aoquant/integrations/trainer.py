@@ -9,11 +9,8 @@ resumed from a checkpoint is where it was. The SQNR of the weights drops when ou
 decode of each weight.
 """
 
-from __future__ import annotations
-
 import functools
 import re
-import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +18,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback  # not Trainer: its import calls `install` of this module
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.experts.families import experts_of
 from aoquant.experts.prepared import QATExperts
 from aoquant.linear.learned_scales import learned_scales, not_positive
@@ -69,7 +66,7 @@ class QATCallback(TrainerCallback):
         self.after, self.log_every, self.batch = fake_quant_after_n_steps, log_every, batch
         self.router_drift = router_drift
 
-    def attach(self, trainer: Trainer) -> QATCallback:
+    def attach(self, trainer: "Trainer") -> "QATCallback":
         """Add to a Trainer in front of its other callbacks.
 
         Trainer(callbacks=[...]) puts callbacks last: SQNR is then in `state.log_history`, but wandb and TensorBoard
@@ -83,11 +80,9 @@ class QATCallback(TrainerCallback):
         if self.router_drift and not experts_of(model):
             raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts: leave it out")
         if self.after >= state.max_steps:
-            warnings.warn(
+            warn(
                 f"training ends at step {state.max_steps}, so no step is fake-quantised: fake_quant_after_n_steps is "
-                f"{self.after}",
-                AoquantWarning,
-                stacklevel=2,
+                f"{self.after}"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> Any:
@@ -143,7 +138,7 @@ class ScaleCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         if problem := misplaced(model, kwargs.get("optimizer")):
-            warnings.warn(problem, AoquantWarning, stacklevel=2)
+            warn(problem)
 
     def on_log(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         self._check(model, "log")
@@ -154,7 +149,7 @@ class ScaleCallback(TrainerCallback):
     def _check(self, model: nn.Module, when: str) -> None:
         if when not in self.said and (problem := not_positive(model)):
             self.said.add(when)
-            warnings.warn(problem, AoquantWarning, stacklevel=2)
+            warn(problem)
 
 
 def misplaced(model: nn.Module, optimizer: Any) -> str | None:

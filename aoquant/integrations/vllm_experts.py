@@ -6,11 +6,8 @@ does, and vLLM as checkpoint files do, so a model without values is asked for bo
 `layers/fused_moe/routed_experts.py` and `fused_moe_method_base.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +21,7 @@ from aoquant.experts.families import experts_of
 from aoquant.experts.packed_experts import PackedExperts
 from aoquant.files.stored_names import pieces_of, stored_name
 from aoquant.planning.choose import each, key_of
+from aoquant.ptq.blocks import Call, call_of
 from aoquant.quantize import quantize_
 
 STACKS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
@@ -63,22 +61,12 @@ class Outline:
         """Return whether the model rounds the weights of each token's experts to its own dtype, as Qwen3-MoE does;
         Mixtral keeps float32. The block of the experts is run without values up to them.
         """
-        found: list[torch.dtype] = []
-
-        def stop(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            _, _, weights = (*given, *named.values())
-            found.append(weights.dtype)
-            raise _Reached
-
         block = self.model.get_submodule(name.rpartition(".")[0])
         x = torch.empty(1, 1, self.model.config.get_text_config().hidden_size, dtype=torch.bfloat16, device="meta")
-        with self.model.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached):
-            block(x)
-        return found[0] == torch.bfloat16
-
-
-class _Reached(Exception):
-    """The experts were called."""
+        call = call_of(block, self.model.get_submodule(name), Call((x,), {}, None))
+        assert call is not None
+        _, _, weights = (*call.args, *call.kwargs.values())
+        return bool(weights.dtype == torch.bfloat16)
 
 
 def owner_in_files(model: Any, name: str) -> str:

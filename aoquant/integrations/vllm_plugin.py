@@ -6,8 +6,6 @@ stacked experts a method of ours (vllm_experts.py), and reads folders by the nam
 `quantization/torchao.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -5,8 +5,6 @@ tensor and expert parallelism are its business. Its loaders copy into the tensor
 stay valid. Source: vLLM 0.32, `v1/engine` and `model_executor/model_loader/reload`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

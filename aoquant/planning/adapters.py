@@ -6,8 +6,6 @@ of prepared layers. That is the business of the library's integration, which put
 planning imports no such library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

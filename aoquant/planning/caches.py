@@ -4,10 +4,7 @@ A KV config stands beside a base (`QATConfig(base, kv_cache=...)`), alone, or as
 name attention modules then. A name with None leaves a module out. Convert takes what was prepared.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, listed, some
+from aoquant._messages import listed, some, warn
 from aoquant.config import QATConfig, by_layer
 from aoquant.kv import KVCacheConfig, hook
 from aoquant.kv.cache_config import ALL_CACHES
@@ -60,11 +57,9 @@ class CachePlan:
 def warn_of_scales(names: Sequence[str]) -> None:
     """Warn of attention modules whose static scales came from nowhere."""
     if names:
-        warnings.warn(
+        warn(
             f"the KV-cache scales of {len(names)} attention module(s), such as {names[0]}, are 1.0, as engines take them "
-            "where a checkpoint has none: prepare, call aoquant.calibrate(model, batches), and convert; or give scale=1.0",
-            AoquantWarning,
-            stacklevel=5,
+            "where a checkpoint has none: prepare, call aoquant.calibrate(model, batches), and convert; or give scale=1.0"
         )
 
 
@@ -129,10 +124,8 @@ def _check_names(model: nn.Module, modules: dict[str, nn.Module], config: Any, *
                 f"modules; there are: {some([*modules], 4) or 'none'}"
             )
         if alone or asks:
-            warnings.warn(
-                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {some([*modules], 4) or 'none'}",
-                AoquantWarning,
-                stacklevel=4,
+            warn(
+                f"the name or pattern {key!r} matches no attention module with a KV cache; there are: {some([*modules], 4) or 'none'}"
             )
 
 
@@ -217,6 +210,4 @@ def _check(model: nn.Module, found: CachePlan, skip_incompatible: bool) -> None:
         found.prepared.pop(fqn, None)
         found.quantised.pop(fqn, None)
     if problems:
-        warnings.warn(
-            f"{len(problems)} KV cache(s) stay unquantised:{listed(problems.values())}", AoquantWarning, stacklevel=4
-        )
+        warn(f"{len(problems)} KV cache(s) stay unquantised:{listed(problems.values())}")

@@ -1,7 +1,5 @@
 """What `quantize_` changes: layers and stacked parameters of experts, chosen and then checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,21 +58,24 @@ class Change(Chosen):
 
 
 @contextmanager
-def restoring(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put `modules` back, the objects that they are, when the block raises anything, an interrupt too."""
+def restoring(modules: Iterable[Any]) -> Iterator[None]:
+    """Put modules, or configs, back, the objects that they are, when the block raises anything, an interrupt too."""
     before = [(m, m.__class__, [(held, dict(held)) for held in _held_by(m)]) for m in modules]
     try:
         yield
     except BaseException:
         for module, cls, dictionaries in before:
-            module.__class__ = cls
+            if type(module) is not cls:  # a frozen config refuses even its own class
+                module.__class__ = cls
             for held, was in dictionaries:
                 held.clear()
                 held.update(was)
         raise
 
 
-def _held_by(module: nn.Module) -> list[dict[str, Any]]:
+def _held_by(module: Any) -> list[dict[str, Any]]:
     """Return the dictionaries that a change writes to."""
+    if not isinstance(module, nn.Module):
+        return [vars(module)]
     stacks = [module.stacks] if isinstance(module, QATExperts) else []
     return [module.__dict__, module._parameters, module._buffers, *stacks]

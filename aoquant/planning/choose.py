@@ -5,12 +5,9 @@ function replaces that rule. torchao's `FqnToConfig` chooses by exact names, the
 "_default". A choice that cannot be honoured is an error or a warning, never silence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant._messages import AoquantWarning, advice, some
+from aoquant._messages import advice, naming, some, warn
 from aoquant.config import ALL_EXPERTS, QATConfig, by_layer
 from aoquant.experts.families import experts_of, stacks_of
 from aoquant.experts.routers import router_modules
@@ -195,10 +192,8 @@ def _check_names(config: FqnToConfig) -> None:
     fields = Fields(config)
     if fields.module_fqn_to_config not in ({}, fields.fqn_to_config):
         raise ValueError("FqnToConfig: module_fqn_to_config is not fqn_to_config: give the latter alone")
-    try:
+    with naming("FqnToConfig"):
         fields.check()
-    except ValueError as error:
-        raise ValueError(f"FqnToConfig: {error}") from None
     for key in config.fqn_to_config:
         if key.startswith("re:"):
             try:
@@ -275,11 +270,7 @@ def _warn_of_unmet(unmet: list[str], every: list[str], filter_fn: Filter | None)
         every = sorted({part for fqn in every for part in (fqn, *fqn.split("."))})
     for key in unmet:
         near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
-        warnings.warn(
-            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}",
-            AoquantWarning,
-            stacklevel=5,
-        )
+        warn(f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}")
 
 
 def _join(fqn: str, name: str) -> str:

@@ -20,8 +20,6 @@ of a model: the experts of a Mixtral are 3-D parameters, and its linear layers a
 when they are more than `WORTH_A_WARNING` of the model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -196,7 +194,7 @@ def coverage(model: nn.Module) -> Coverage:
     return after(model, None)
 
 
-def after(model: nn.Module, plan: Plan | None) -> Coverage:
+def after(model: nn.Module, plan: "Plan | None") -> Coverage:
     """The coverage that a model will have once `plan` is carried out; None: as it is."""
     reasons = _Reasons(model, plan)
     owners: dict[Hashable, list[_Owner]] = {}
@@ -265,7 +263,7 @@ def _alike(rows: Iterable[tuple[str, Hashable, Any]]) -> Iterator[tuple[str, boo
 class _Reasons:
     """Why each parameter of a model is quantised or float, once a plan is carried out."""
 
-    def __init__(self, model: nn.Module, plan: Plan | None) -> None:
+    def __init__(self, model: nn.Module, plan: "Plan | None") -> None:
         self.model, self.choice = model, Choice() if plan is None else plan.choice
         changes = () if plan is None else (*plan.layers, *plan.experts)
         self.planned = {identity(c.weight): c.target.recipe.fprop_weight.name for c in changes}

@@ -9,8 +9,6 @@ Groups are found by names in one module, as Hugging Face's models have them and 
 them, or are given; the model remembers given ones. Stacked experts need no sharing: gate and up are rows of one matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 

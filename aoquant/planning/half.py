@@ -6,14 +6,10 @@ lose what the same weight in bfloat16 would not. Both encodings are compared and
 of another package is covered too.
 """
 
-from __future__ import annotations
-
-import warnings
-
 import torch
 from torch import Tensor
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.tiles import HEALTHY
 
@@ -47,12 +43,10 @@ def share_lost(operand: Operand, e: Encoded, weight: Tensor, held: Scales | None
     return lost / rows
 
 
-def warn(fqn: str, operand: Operand, share: float) -> None:
+def warn_of_loss(fqn: str, operand: Operand, share: float) -> None:
     """Warn where `share_lost` of a weight is more than a healthy one has."""
     if share > HEALTHY:
-        warnings.warn(
+        warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's rows lose more than 1 dB, because {operand.narrow.name} rounds its scales to the "
-            "weight's float16: cast the layer to bfloat16 or float32 before it is quantised, or leave it out",
-            AoquantWarning,
-            stacklevel=3,
+            "weight's float16: cast the layer to bfloat16 or float32 before it is quantised, or leave it out"
         )

@@ -3,8 +3,6 @@
 They stay float unless a name or a filter picks them. A head costs quality and is small, or tied to the embedding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

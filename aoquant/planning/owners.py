@@ -8,8 +8,6 @@
   and `copy.deepcopy` copies modules but not functions, so the copy runs the original's layers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import FunctionType, MethodType

@@ -5,10 +5,7 @@ time. So `aoquant.quantize_` first lists every layer by its fully qualified name
 (choose.py), then checks them all, and reports every problem in one error. Only then does it apply.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant._messages import AoquantWarning, advice, listed
+from aoquant._messages import advice, listed, naming, warn
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.distributed.fsdp import GATHER, compute_dtypes
 from aoquant.distributed.gathered import PACKED, GatheredWeight
@@ -81,10 +78,8 @@ def plan(
         raise ValueError(borrowed)
     choice = choose(model, config, filter_fn)
     if choice.left_alone:
-        warnings.warn(
-            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {'; '.join(choice.left_alone)}",
-            AoquantWarning,
-            stacklevel=3,
+        warn(
+            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {'; '.join(choice.left_alone)}"
         )
     _refuse_adapted(model, choice)
     changes, refused = _checked(model, choice.layers)
@@ -157,10 +152,8 @@ def plan_layer(module: Any, config: Any, fqn: str = "", parameter: str = "weight
         ValueError: with the layer's name and shape, what was required, what was got and what to do.
     """
     chosen = Chosen(fqn, module, config, parameter)
-    try:
+    with naming(_label(chosen)):
         return _change(chosen)
-    except ValueError as error:
-        raise ValueError(f"{_label(chosen)}: {error}") from None
 
 
 def _label(chosen: Chosen) -> str:

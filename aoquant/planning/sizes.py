@@ -1,7 +1,5 @@
 """Bytes that tensors occupy, quantised ones by the tensors that they are made of."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

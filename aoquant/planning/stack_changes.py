@@ -7,8 +7,6 @@ with those that layers cannot take, before any change.
 Conversion encodes one expert at a time, so that what is in memory beside the codes is one expert.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -143,7 +141,7 @@ def _warn_of_half(change: Change, weight: Tensor, made: list[PackedTensor], firs
         w_NK = (w.t() if is_transposed(module) else w).to(packed.device, change.dtype).contiguous()
         held = module.held_scales(change.parameter, first + e) if isinstance(module, QATExperts) else None
         shares.append(half.share_lost(operand, packed.encoded, w_NK, held))
-    half.warn(change.fqn, operand, max(shares))
+    half.warn_of_loss(change.fqn, operand, max(shares))
 
 
 @torch.no_grad()

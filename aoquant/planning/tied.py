@@ -5,8 +5,6 @@ a shared weight is quantised for all of its users, with one config and into one 
 shared when it is one parameter, or one memory: two `nn.Parameter`s over the same elements are tied too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from torch import Tensor, nn

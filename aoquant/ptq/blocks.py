@@ -5,13 +5,12 @@ are blocks of their own. Where a block's input is the output of the block before
 inputs follow by running that block alone. Other blocks' inputs are captured by running the model up to them.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,16 +46,16 @@ class Call:
         """Return the first tensor that the module is given."""
         return offload.passed(*self.args, **self.kwargs)
 
-    def behind(self, output: Any) -> Call:
+    def behind(self, output: Any) -> "Call":
         """Return the same call with the output of the block before as its input."""
         y = output if isinstance(output, Tensor) else output[0]
         return self._given(y if self.device is None else offload.aside(y))
 
-    def without_input(self) -> Call:
+    def without_input(self) -> "Call":
         """Return the same call with an empty input, which stays on the input's device."""
         return self._given(self.input.new_empty(0))
 
-    def _given(self, y: Tensor) -> Call:
+    def _given(self, y: Tensor) -> "Call":
         if self.args:
             return replace(self, args=(y, *self.args[1:]))
         name = next(n for n, a in self.kwargs.items() if isinstance(a, Tensor))
@@ -121,26 +120,20 @@ def ordered(model: nn.Module, blocks: Sequence[Block], batches: Sequence[Any]) -
     order: list[Block] = []
     last: list[Any] = [None]  # the output of the block that ran last
 
-    def before(block: Block) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = Call(args, kwargs, None)
-            if block.fqn not in counts:
-                block.chained = call.input is not None and last[0] is call.input
-                block.first = None if call.input is None else call.without_input()
-                order.append(block)
-            counts[block.fqn] = counts.get(block.fqn, 0) + 1
+    def before(block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = Call(args, kwargs, None)
+        if block.fqn not in counts:
+            block.chained = call.input is not None and last[0] is call.input
+            block.first = None if call.input is None else call.without_input()
+            order.append(block)
+        counts[block.fqn] = counts.get(block.fqn, 0) + 1
 
-        return hook
+    def after(block: Block, module: nn.Module, args: Any, output: Any) -> None:
+        block.plain = isinstance(output, Tensor)
+        last[0] = output[0] if isinstance(output, tuple | list) and output else output
 
-    def after(block: Block) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            block.plain = isinstance(output, Tensor)
-            last[0] = output[0] if isinstance(output, tuple | list) and output else output
-
-        return hook
-
-    behind, seen = hooked(b.module.register_forward_hook(after(b)) for b in blocks), 0
-    with behind, _hooked((b.module, before(b)) for b in blocks):
+    behind, seen = hooked(b.module.register_forward_hook(partial(after, b)) for b in blocks), 0
+    with behind, _hooked((b.module, partial(before, b)) for b in blocks):
         for seen, batch in enumerate(batches, 1):  # noqa: B007
             run(model, batch)
             if len(order) == len(blocks):
@@ -218,17 +211,15 @@ def _calls(
     """Run the model on each batch, up to the last block of a chain, and return the calls of the chain's blocks."""
     found: dict[str, list[Call]] = {b.fqn: [] for b in chain}
 
-    def watch(block: Block, mask: Tensor | None) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = Call(args, kwargs, mask, device)
-            found[block.fqn].append(call.behind(call.input) if block is chain[0] else call.without_input())
-            if block is chain[-1] and block.once:
-                raise _Enough
-
-        return hook
+    def watch(block: Block, mask: Tensor | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = Call(args, kwargs, mask, device)
+        found[block.fqn].append(call.behind(call.input) if block is chain[0] else call.without_input())
+        if block is chain[-1] and block.once:
+            raise _Enough
 
     for batch in batches:
-        with _hooked((b.module, watch(b, tokens_that_count(batch))) for b in chain), suppress(_Enough):
+        mask = tokens_that_count(batch)
+        with _hooked((b.module, partial(watch, b, mask)) for b in chain), suppress(_Enough):
             run(model, batch)
     return found
 
@@ -239,19 +230,16 @@ def groups(visit: Visit) -> list[list[str]]:
     """
     found: list[tuple[Tensor, list[str]]] = []
 
-    def watch(fqn: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = Call(args, kwargs, None).input
-            if not any(fqn in names for _, names in found):
-                home = next((names for given, names in found if given is x), None)
-                if home is None:
-                    found.append((x, [fqn]))
-                else:
-                    home.append(fqn)
+    def watch(fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = Call(args, kwargs, None).input
+        if not any(fqn in names for _, names in found):
+            home = next((names for given, names in found if given is x), None)
+            if home is None:
+                found.append((x, [fqn]))
+            else:
+                home.append(fqn)
 
-        return hook
-
-    with _hooked((layer, watch(fqn)) for fqn, layer in visit.block.layers.items()):
+    with _hooked((layer, partial(watch, fqn)) for fqn, layer in visit.block.layers.items()):
         for call in visit.calls:
             call.run(visit.block.module)
             if sum(len(names) for _, names in found) == len(visit.block.layers):

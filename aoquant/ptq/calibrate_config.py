@@ -1,7 +1,5 @@
 """Say what a user asks of calibrated PTQ."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +85,7 @@ class CalibrateConfig:
         return self.asymmetric and "gptq" in self.steps
 
     @classmethod
-    def of(cls, config: Any) -> CalibrateConfig:
+    def of(cls, config: Any) -> "CalibrateConfig":
         """Return `config`, or torchao's GPTQConfig, AWQConfig or SmoothQuantConfig as one.
 
         Raises:

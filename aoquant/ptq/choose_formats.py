@@ -8,8 +8,6 @@ Scores rank, and do not predict well: the plan is measured once, and a uniform p
 loses less.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -302,14 +300,11 @@ def _scores(
         y.register_hook(seen)
         return y
 
-    def watch(fqn: str) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
-            x = Call(args, kwargs, None).input
-            if not _counted(x, batch).isfinite().all():
-                raise ValueError(f"{fqn}: {NOT_FINITE}")
-            return scored(fqn, x, y, module.bias)
-
-        return hook
+    def watch(fqn: str, module: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
+        x = Call(args, kwargs, None).input
+        if not _counted(x, batch).isfinite().all():
+            raise ValueError(f"{fqn}: {NOT_FINITE}")
+        return scored(fqn, x, y, module.bias)
 
     def product(fqn: str, matrices: Sequence[Tensor], expert: int, x: Tensor) -> Tensor:
         y = F.linear(x, matrices[expert].to(x.dtype))
@@ -321,7 +316,7 @@ def _scores(
         return scored(fqn, x, y, expert=expert)
 
     layers = {fqn: c.module for fqn, c in first.items() if c.layer is not None}
-    hooks = hooked(m.register_forward_hook(watch(fqn), with_kwargs=True) for fqn, m in layers.items())
+    hooks = hooked(m.register_forward_hook(partial(watch, fqn), with_kwargs=True) for fqn, m in layers.items())
     frozen = having([p for p in model.parameters() if p.requires_grad], "requires_grad", False)
     with undisturbed(model), frozen, _multiplied(first, product), hooks, torch.enable_grad():
         for batch in track(batches, "score", "batch", lines=True):

@@ -5,8 +5,6 @@ rounded block errs least on the layer's input: d H d^T, with H the block's part 
 Lin et al., 2023). An outer scale stays that of the whole weight.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ have their codes by then. In the float model the experts get the tokens that the
 that rows are pairs. Experts with few tokens are rounded to the nearest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aoquant._messages import naming
 from aoquant.config import QATConfig
 from aoquant.experts.packed_experts import packed_experts
 from aoquant.experts.prepared import QATExperts, QATReadExperts
@@ -29,6 +28,7 @@ from aoquant.ptq.gram import InputGram, deployed_input
 from aoquant.ptq.ptq_report import PTQRow
 from aoquant.unpack import stack_with_codes
 
+UNCHANGED = ". The model is unchanged"
 LEAST = 0.005  # share of all tokens that an expert needs
 FACTOR_BYTES = 1 << 30  # of the factors that exist at once
 
@@ -75,7 +75,7 @@ def choose(
     for start in range(0, len(shown), together):
         some, weights = shown[start : start + together], list[tuple[int, gptq.Weight]]()
         for e in some:
-            try:
+            with naming(f"{stack}, expert {e}", UNCHANGED):
                 h_KK, ahead_KK = grams[e].mean()
                 chosen = chooses and e not in few
                 factor = gptq.factor(h_KK, config.damping, config.act_order) if chosen else None
@@ -86,24 +86,20 @@ def choose(
                     target_NK = gptq.towards_float(target_NK, moved_NK, factor, recipe.fprop_input)
                 if clips and e not in few:
                     codes[e] = clip.encode(operand.format, target_NK.to(encoded_NK.dtype), None, h_KK)
-            except ValueError as error:
-                raise ValueError(f"{stack}, expert {e}: {error}. The model is unchanged") from None
             diagonal_K = h_KK.diagonal()
             if factor is not None:
                 damping = max(damping, factor.damping)
                 diagonal_K = factor.write_upper(h_KK)
                 weights.append((e, gptq.Weight(target_NK, codes[e], h_KK, diagonal_K, factor.order_K)))
             by_rounding_NK = gptq.decoded(operand.format, rounded, values_in)
-            (once,) = gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
-            nearest += grams[e].rows * once
+            nearest += grams[e].rows * gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
             if factor is None:
                 values_NK = by_rounding_NK if codes[e] is rounded else gptq.decoded(operand.format, codes[e], values_in)
-                (once,) = gptq.missed(target_NK, h_KK, diagonal_K, values_NK)
-                lost += grams[e].rows * once
+                lost += grams[e].rows * gptq.missed(target_NK, h_KK, diagonal_K, values_NK)
         if weights:
             made = gptq.choose_codes([w for _, w in weights], operand.format, values_in)
-            for (e, _), best in zip(weights, made, strict=True):
-                codes[e], lost = best.encoded, lost + grams[e].rows * best.error
+            for (e, _), (best, error) in zip(weights, made, strict=True):
+                codes[e], lost = best, lost + grams[e].rows * error
     rows = sum(gram.rows for gram in grams)
     notes = [f"{_counted(few)} of {len(grams)} are rounded to the nearest"] if few else []
     notes += [f"needed damping {damping:g}"] if damping > config.damping else []
@@ -125,7 +121,7 @@ def place(fqn: str, module: Any, name: str, codes: Encoded | None, *, packs: boo
     if codes is not None:
         on = [None if t is None else t.to(weight.device) for t in codes.tensors]
         split: list[Any] = [[None] * len(weight) if t is None else t.unbind() for t in on]
-        each = [Encoded(c, scale, zero, outer, codes.k) for c, scale, zero, outer in zip(*split, strict=True)]
+        each = [Encoded.of(parts, codes.k) for parts in zip(*split, strict=True)]
     if packs:
         change = plan_layer(module, QATConfig(step="convert"), stack, name)
         assert change is not None

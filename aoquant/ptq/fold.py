@@ -10,9 +10,8 @@ float model's outputs do not change. Layers that read one tensor share s.
 - SmoothQuant (Xiao et al., 2022): s_j = max |x_j|^a / max |w_j|^(1 - a), with a given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class Inputs:
     def __init__(self, share: int) -> None:
         self.share, self.tokens, self.rows = share, 0, list[Tensor]()
         self.total_K: Any = 0.0
-        self.largest_K: Tensor | None = None
+        self.largest_K: Any = None
 
     def add(self, x: Tensor, mask: Tensor | None) -> None:
         x_MK = of_tokens(x.detach(), mask)
@@ -132,17 +131,18 @@ def _watched(
 ) -> dict[str, Inputs]:
     """Run the float model, and return the inputs of each link's layers by its source."""
     seen = {link.source: Inputs(-(-ROWS // len(batches))) for link in links}
-    mask: list[Tensor | None] = [None]
+    mask: Tensor | None = None
 
-    def watch(inputs: Inputs) -> Any:
-        return lambda module, args, kwargs: inputs.add(cast(Call(args, kwargs, None).input), mask[0])
+    def watch(source: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen[source].add(cast(Call(args, kwargs, None).input), mask)
 
     handles = [
-        modules[link.layers[0]].register_forward_pre_hook(watch(seen[link.source]), with_kwargs=True) for link in links
+        modules[link.layers[0]].register_forward_pre_hook(partial(watch, link.source), with_kwargs=True)
+        for link in links
     ]
     with hooked(handles), progress(len(batches), "inputs", "forward") as shown:
         for batch in batches:
-            mask[0] = tokens_that_count(batch)
+            mask = tokens_that_count(batch)
             run(model, batch)
             shown.update(1)
     return seen
@@ -157,7 +157,6 @@ class _Search:
         used, at_K = link.channels_K.unique(return_inverse=True)
         self.count, self.at_K = len(used), at_K.to(weight.device)
         self.mean_C = self._gathered(inputs.total_K.to(weight.device) / inputs.tokens, "mean")
-        assert inputs.largest_K is not None
         self.largest_C = self._gathered(inputs.largest_K.to(weight.device), "amax")
         self.x_MK = torch.cat(inputs.rows)[:ROWS].to(weight.device)
         self.weights = [layer.matrix().detach().float() for layer in self.layers]

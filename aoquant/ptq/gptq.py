@@ -15,8 +15,6 @@ noise in x makes the weight of a regression too small, most of all the noise of 
 Sources: Frantar et al. 2022 (GPTQ); Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos) for the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,17 +79,6 @@ class Weight:
     gram_KK: Tensor
     diagonal_K: Tensor
     order_K: Tensor
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Codes of one weight. error, nearest: squared error of the output over the output's square, of these codes and of
-    rounding to the nearest.
-    """
-
-    encoded: Encoded
-    error: float
-    nearest: float
 
 
 def factor(gram_KK: Tensor, damping: float, act_order: bool) -> Factor:
@@ -168,8 +155,9 @@ def towards_float(w_NK: Tensor, moved_NK: Tensor, f: Factor, operand: Operand | 
     return f.solve_(moved_NK).mul_(TOWARDS_FLOAT_ROUNDED if rounded else TOWARDS_FLOAT).add_(w_NK)
 
 
-def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) -> list[Chosen]:
-    """Choose the codes of weights of one shape under the scales that they have. dtype: that values are decoded in.
+def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) -> list[tuple[Encoded, float]]:
+    """Choose the codes of weights of one shape under the scales that they have, and return them with their squared
+    error of the output over the output's square. dtype: that values are decoded in.
 
     On a GPU as many as TABLE_BYTES allow are rounded at once.
     """
@@ -186,9 +174,8 @@ def choose_codes(weights: Sequence[Weight], format: Format, dtype: torch.dtype) 
         del upper_EKK
         for w, *made in zip(some, *parts, strict=True):
             values_NK, codes_NK = (torch.cat(halves) for halves in zip(*made, strict=True))
-            nearest_NK = decoded(format, w.encoded, dtype)
-            nearest, error = missed(w.target_NK, w.gram_KK, w.diagonal_K, nearest_NK, values_NK)
-            found.append(Chosen(packed(format, w.encoded, codes_NK), error, nearest))
+            error = missed(w.target_NK, w.gram_KK, w.diagonal_K, values_NK)
+            found.append((packed(format, w.encoded, codes_NK), error))
     return found
 
 
@@ -236,9 +223,9 @@ def _energy(d_NK: Tensor, gram_KK: Tensor, diagonal_K: Tensor) -> float:
     return float(total)
 
 
-def missed(target_NK: Tensor, gram_KK: Tensor, diagonal_K: Tensor, *found_NK: Tensor) -> list[float]:
-    """Return the squared error of x Q^T over the square of x W^T for each Q, from the Gram matrix of x: gram_KK below
-    its diagonal, and diagonal_K.
+def missed(target_NK: Tensor, gram_KK: Tensor, diagonal_K: Tensor, found_NK: Tensor) -> float:
+    """Return the squared error of x Q^T over the square of x W^T, from the Gram matrix of x: gram_KK below its
+    diagonal, and diagonal_K. found_NK: Q.
     """
     square = max(_energy(target_NK, gram_KK, diagonal_K), 1e-300)
-    return [_energy(target_NK - q_NK, gram_KK, diagonal_K) / square for q_NK in found_NK]
+    return _energy(target_NK - found_NK, gram_KK, diagonal_K) / square

@@ -4,8 +4,6 @@ A layer multiplies its weight by its input after the transform and, where activa
 the Gram matrix is that of the deployed input. On a GPU its operands are rounded to bfloat16 and summed in float32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

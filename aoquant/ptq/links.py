@@ -8,14 +8,13 @@ holds. A channel that is read elsewhere, or goes through a norm or an activation
 exact in float16, so a float16 model is looked at in bfloat16.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -154,26 +153,20 @@ def _read(model: nn.Module, modules: dict[str, Any], batch: Any) -> tuple[dict[s
     made: dict[int, tuple[str, Any]] = {}  # by address, while the tensor lives
     found: dict[str, str | None] = {}
 
-    def before(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-            source, alive = made.get(x.data_ptr(), ("", lambda: None)) if x is not None else ("", lambda: None)
-            y = alive()
-            seen = source if y is not None and x is not None and y.shape[-1] == x.shape[-1] else None
-            found[name] = seen if found.get(name, seen) == seen else None
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        source, alive = made.get(x.data_ptr(), ("", lambda: None)) if x is not None else ("", lambda: None)
+        y = alive()
+        seen = source if y is not None and x is not None and y.shape[-1] == x.shape[-1] else None
+        found[name] = seen if found.get(name, seen) == seen else None
 
-        return hook
-
-    def after(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                made[output.data_ptr()] = name, weakref.ref(output)
-
-        return hook
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            made[output.data_ptr()] = name, weakref.ref(output)
 
     parts = {n: m for n, m in modules.items() if is_linear(m) or is_norm(m)}
-    handles = [m.register_forward_pre_hook(before(n), with_kwargs=True) for n, m in parts.items()]
-    handles += [m.register_forward_hook(after(n)) for n, m in parts.items()]
+    handles = [m.register_forward_pre_hook(partial(before, n), with_kwargs=True) for n, m in parts.items()]
+    handles += [m.register_forward_hook(partial(after, n)) for n, m in parts.items()]
     with hooked(handles):
         run(model, batch)
     return {name: source for name, source in found.items() if source is not None}, set(found)

@@ -5,8 +5,6 @@ Copies of a unit's tensors take their place while it runs or is calibrated, and 
 never move, and weights that transformers has mapped from a file stay mapped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,16 +1,13 @@
 """Prepare the layers that calibrated PTQ chooses codes for, so that recipes, scales and refusals are those of QAT."""
 
-from __future__ import annotations
-
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from aoquant._messages import AoquantWarning, advice, listed
+from aoquant._messages import advice, listed, warn
 from aoquant.config import QATConfig, by_layer
 from aoquant.linear.prepared import QATLinear
 from aoquant.planning.changes import Chosen
@@ -56,36 +53,27 @@ def prepare_layers(
         look = advice("filter_fn, or at the names in the config", "--layers and --skip")
         raise ValueError(f"calibrate_ptq: no layer is chosen: look at {look}")
     problems = weight_problems([*choice.layers, *choice.stacks])
-    for chosen in choice.layers:
-        fqn = chosen.fqn.partition(", ")[0]
+    for chosen in (*choice.layers, *choice.stacks):
+        fqn, stacked = chosen.fqn.partition(", ")[0], chosen.parameter != "weight"
         is_qat = isinstance(chosen.config, QATConfig)
-        if is_qat and (step is None or chosen.config.step != "prepare"):
+        if is_qat and not stacked and (step is None or chosen.config.step != "prepare"):
             raise ValueError(
                 f"{fqn}: give calibrate_ptq a PTQ config, or with step='prepare' a QATConfig that prepares"
             )
         gemm = not isinstance(chosen.module, nn.Embedding)
         of_one = chosen.config if is_qat else QATConfig(chosen.config, step="prepare")
-        holding = gemm and (chooses or step is None)
+        holding = (chooses and step == "prepare") if stacked else gemm and (chooses or step is None)
         why = why_not_held(prepare_target(of_one).recipe) if holding else None
         if step == "prepare" and why is not None:
             problems.append(f"{fqn}: {why}")
-        holds = holding and why is None and of_one.scales == "dynamic"
+        holds = holding and not stacked and why is None and of_one.scales == "dynamic"
         configs[fqn] = dataclasses.replace(of_one, scales="static") if holds else of_one
-    for chosen in choice.stacks:
-        fqn, of_one = chosen.fqn.partition(", ")[0], chosen.config
-        if not isinstance(of_one, QATConfig):
-            of_one = QATConfig(of_one, step="prepare")
-        if chooses and step == "prepare" and (why := why_not_held(prepare_target(of_one).recipe)) is not None:
-            problems.append(f"{fqn}: {why}")
-        configs[fqn] = of_one
     if problems:
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; the model is unchanged:{listed(problems)}")
     planned = plan(model, by_layer(configs), None, skip_incompatible=skip_incompatible)
     if planned.skipped:
-        warnings.warn(
-            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:{listed(planned.skipped.values())}",
-            AoquantWarning,
-            stacklevel=4,
+        warn(
+            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:{listed(planned.skipped.values())}"
         )
     rows: list[PTQRow] = []
     for change in planned.layers:

@@ -1,7 +1,5 @@
 """Report what calibrated PTQ did to each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ whose checksums are not those of its bytes. Blocks that are there are given thei
 inputs of the next block follow from them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -40,23 +38,17 @@ def key_of(model: nn.Module, batches: Sequence[Any], asked: object) -> str:
     return hashlib.sha256(f"{RULES} {digest(tensors)} {asked!r} {others!r}".encode()).hexdigest()
 
 
-def blocks(folder: Any, model: nn.Module, batches: Sequence[Any], asked: object) -> Blocks:
-    """Return the finished blocks of this calibration in a folder, which need not exist.
-
-    Raises:
-        ValueError: it is no path, or a file.
-    """
-    check_path(folder, "checkpoint", "a folder")
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ValueError(f"checkpoint must be a folder, and {folder} is a file: give a folder, which need not exist")
-    return Blocks(Path(folder), key_of(model, batches, asked))
-
-
 class Blocks:
-    """The finished blocks in a folder. key: of this calibration."""
+    """The finished blocks of a calibration in a folder, which need not exist."""
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self.key = folder, key
+    def __init__(self, folder: Any, model: nn.Module, batches: Sequence[Any], asked: object) -> None:
+        """Raise ValueError: the folder is no path, or a file."""
+        check_path(folder, "checkpoint", "a folder")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(
+                f"checkpoint must be a folder, and {folder} is a file: give a folder, which need not exist"
+            )
+        self.folder, self.key = Path(folder), key_of(model, batches, asked)
 
     def read(self, fqn: str, *, verify: bool = True) -> Found | None:
         """Return the codes and rows of a block's layers; None where it is not finished. verify: compare checksums.
@@ -108,5 +100,4 @@ class Blocks:
 def _encoded(parts: Mapping[str, Tensor], layer: str, k: int | None) -> Encoded | None:
     if k is None:
         return None
-    scale, zero, outer = (parts.get(f"{layer}:{part}") for part in _PARTS[1:])
-    return Encoded(parts[f"{layer}:codes"], scale, zero, outer, k)
+    return Encoded.of((parts.get(f"{layer}:{part}") for part in _PARTS), k)

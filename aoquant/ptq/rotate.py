@@ -10,17 +10,12 @@ the layers that read it; LayerNorm, which subtracts a mean, and a norm between a
 Sources: Ashkboos et al. 2024 (QuaRot), Liu et al. 2024 (SpinQuant; its rotations are learned, these are not).
 """
 
-from __future__ import annotations
-
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning, refuse
+from aoquant._messages import refuse, warn
 from aoquant.linear.kinds import is_linear, matrix_of
 from aoquant.planning.heads import input_embeddings, output_embeddings
 from aoquant.planning.tied import identity
@@ -160,34 +155,21 @@ def _commutes(norm: Any) -> bool:
 
 def _untie(model: nn.Module, head: Any, embedding: nn.Embedding) -> None:
     head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=embedding.weight.requires_grad)
-    for config in _configs(model):
+    for config in configs_of(model):
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     size = embedding.weight.numel() * embedding.weight.element_size() / 1e6
-    warnings.warn(
-        f"R1 unties the output head from the embedding, because the final norm's gain is folded into it: {size:.0f} MB more",
-        AoquantWarning,
-        stacklevel=6,
+    warn(
+        f"R1 unties the output head from the embedding, because the final norm's gain is folded into it: {size:.0f} MB more"
     )
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return the configs of a model and of its parts."""
     found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     for config in list(found.values()):
         found |= {id(c): c for c in vars(config).values() if hasattr(c, "tie_word_embeddings")}
     return list(found.values())
-
-
-@contextmanager
-def ties_restored(model: nn.Module) -> Iterator[None]:
-    """Put the configs' tie_word_embeddings back when the block raises anything."""
-    before = [(c, c.tie_word_embeddings) for c in _configs(model) if hasattr(c, "tie_word_embeddings")]
-    try:
-        yield
-    except BaseException:
-        for config, value in before:
-            config.tie_word_embeddings = value
-        raise
 
 
 def _multiply(module: Any, name: str, *, left: Tensor | None = None, right: Tensor | None = None) -> None:

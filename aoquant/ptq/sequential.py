@@ -6,12 +6,9 @@ follows sees its deployed output. Layers that share an input, such as q, k and v
 scales of input channels are folded into the float model first, which does not change what it computes.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from aoquant._messages import AoquantWarning, check_model, progress, refuse
+from aoquant._messages import check_model, naming, progress, refuse, warn
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig, named
 from aoquant.experts.prepared import QATReadExperts
@@ -101,11 +98,10 @@ def calibrate_ptq(
     there = None if device is None else torch.device(device)
     if there is not None:
         given = tree_map(lambda t: t.to(there) if isinstance(t, Tensor) else t, given)
-    store = None if checkpoint is None else resume.blocks(checkpoint, model, given, asked)
+    store = None if checkpoint is None else resume.Blocks(checkpoint, model, given, asked)
     try:
         with (
-            restoring(list(model.modules())),
-            rotate.ties_restored(model),
+            restoring([*model.modules(), *rotate.configs_of(model)]),
             undisturbed(model),
             blocks.without_cache(model),
             offload.streamed(model, there),
@@ -199,7 +195,7 @@ class _Run:
         reached = {fqn for block in found for fqn in block.layers}
         refuse({fqn: NOT_REACHED for fqn in self.layers | self.stacks if fqn not in reached})
         walk = blocks.walk(body, found, self.batches, twins=self.config.towards_float, device=self.device)
-        total = len(self.layers) + sum(len(module.stacks) for module in self.stacks.values())
+        total = sum(len(self._names(fqn)) for fqn in self.layers | self.stacks)
         with closing(walk), progress(total, self.config.method, "layer") as self.shown:
             for i, visit in enumerate(chain(walk, [None])):
                 if i:
@@ -211,23 +207,22 @@ class _Run:
                     self._visit(visit)
         for change in self.later:
             packed = change.weight
-            with _refused(change.fqn):
+            with naming(change.fqn, experts.UNCHANGED):
                 built = change.target.build(packed.encoded, packed)
             give_weight(change.module, nn.Parameter(built, requires_grad=False))
         made = [row for _, row in self.done.values()]
         for warning in (*_not_shown(made, self.layers), *missing_kernels(self.later, None)):
-            warnings.warn(warning, AoquantWarning, stacklevel=4)
+            warn(warning)
         return made
+
+    def _names(self, fqn: str) -> list[str]:
+        """Return the names that get codes: of a layer, or of a module's stacks."""
+        return [f"{fqn}.{name}" for name in self.stacks[fqn].stacks] if fqn in self.stacks else [fqn]
 
     def _visit(self, visit: blocks.Visit) -> None:
         """Calibrate one block, group by group, or give it the codes that were found before."""
         if self.store is not None and (before := self.store.read(visit.block.fqn)) is not None:
-            stacked = {fqn: self.stacks[fqn].stacks for fqn in visit.block.layers if fqn in self.stacks}
-            asked = {
-                n
-                for fqn in visit.block.layers
-                for n in ([f"{fqn}.{p}" for p in stacked[fqn]] if fqn in stacked else [fqn])
-            }
+            asked = {name for fqn in visit.block.layers for name in self._names(fqn)}
             if other := ", ".join(sorted(before.keys() ^ asked)):
                 raise ValueError(
                     f"{visit.block.fqn}: the checkpoint has codes of other layers ({other}): give the same filter_fn, or an empty folder"
@@ -293,7 +288,7 @@ class _Run:
             encoded[fqn] = operand.transformed(self.layers[fqn].matrix().detach(), matrix)
         rounded = {fqn: self.layers[fqn].encode_weight() for fqn in members}
         # A Gram matrix is as large as the inputs of a block: each is freed when what follows from it is there.
-        with _refused(members[0]):
+        with naming(members[0], experts.UNCHANGED):
             gram = self._gram(visit, members[0], first)
             tokens = gram.rows
             h_KK, ahead_KK = gram.mean()
@@ -312,13 +307,13 @@ class _Run:
         del ahead_KK
         codes, diagonal_K, order_K, damping, factor = dict(rounded), h_KK.diagonal(), None, 0.0, None
         if chooses:
-            with _refused(members[0]):
+            with naming(members[0], experts.UNCHANGED):
                 factor = gptq.factor(h_KK, self.config.damping, self.config.act_order)
             x_as = first.prepared.recipe.fprop_input
             moved = {fqn: gptq.towards_float(encoded[fqn], of_NK, factor, x_as) for fqn, of_NK in moved.items()}
         for fqn in members if clips else ():
             w_NK, held = encoded[fqn], self.layers[fqn].held_scales("weight")
-            with _refused(fqn, "Leave out clip. "):
+            with naming(fqn, f". Leave out clip{experts.UNCHANGED}"):
                 codes[fqn] = clip.encode(operand.format, moved.get(fqn, w_NK).to(w_NK.dtype), held, h_KK)
         if factor is not None:
             diagonal_K, order_K, damping = factor.write_upper(h_KK), factor.order_K, factor.damping
@@ -331,16 +326,12 @@ class _Run:
         for fqn in members:
             layer, e, target_NK = self.layers[fqn], codes[fqn], moved.pop(fqn, encoded[fqn].float())
             values_in = layer.weight.dtype if operand.transform is None else torch.float32
-            lost = nearest = None
+            nearest = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, rounded[fqn], values_in))
             if order_K is not None:
                 weight = gptq.Weight(target_NK, e, h_KK, diagonal_K, order_K)
-                (chosen,) = gptq.choose_codes([weight], operand.format, values_in)
-                e, lost, nearest = chosen.encoded, chosen.error, None if clips else chosen.nearest
-            if lost is None:
-                (lost,) = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, e, values_in))
-            if nearest is None:
-                by_rounding_NK = gptq.decoded(operand.format, rounded[fqn], values_in)
-                (nearest,) = gptq.missed(target_NK, h_KK, diagonal_K, by_rounding_NK)
+                ((e, lost),) = gptq.choose_codes([weight], operand.format, values_in)
+            else:
+                lost = gptq.missed(target_NK, h_KK, diagonal_K, gptq.decoded(operand.format, e, values_in))
             row = PTQRow(fqn, operand.name, tokens, lost, nearest, damping, "; ".join(notes), int(few))
             self._place(fqn, None if e is rounded[fqn] else e, row)
 
@@ -371,8 +362,7 @@ class _Run:
         layer = self.layers[fqn]
         if encoded is not None:
             where = layer.weight.device
-            scale, zero, outer = (None if t is None else t.to(where) for t in encoded.tensors[1:])
-            encoded = Encoded(encoded.codes.to(where), scale, zero, outer, encoded.k)
+            encoded = Encoded.of((None if t is None else t.to(where) for t in encoded.tensors), encoded.k)
         if self.step is None:
             change = plan_layer(layer, QATConfig(step="convert"), fqn)
             assert change is not None
@@ -388,15 +378,6 @@ class _Run:
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         if not with_codes(layer, packed):
             raise experts.no_weight(fqn, layer.prepared.recipe, layer.weight.dtype)
-
-
-@contextmanager
-def _refused(fqn: str, advice: str = "") -> Iterator[None]:
-    """Name a layer in what is refused inside."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{fqn}: {error}. {advice}The model is unchanged") from None
 
 
 def _not_shown(rows: Sequence[PTQRow], layers: Mapping[str, Any]) -> list[str]:

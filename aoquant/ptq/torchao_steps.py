@@ -8,8 +8,6 @@ torchao observes each layer's input, and leaves a scale that multiplies activati
 so the result is what `base` alone makes, and a model to load such weights into is made by `base`.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -79,11 +77,7 @@ def _continues(before: Any, now: Any) -> bool:
 
 
 def take_step(
-    model: nn.Module,
-    config: Any,
-    filter_fn: Filter | None,
-    device: torch.device | str | None,
-    skip_incompatible: bool,
+    model: nn.Module, config: Any, filter_fn: Filter | None, device: torch.device | str | None, skip_incompatible: bool
 ) -> None:
     """Take the step that `config` names.
 

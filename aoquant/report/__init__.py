@@ -10,10 +10,7 @@ A figure is None when it could not be measured, and the row's warning says why. 
 "inf", "-inf" and "nan", because strict JSON has no such numbers; null is "not measured".
 """
 
-from __future__ import annotations
-
 import math
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aoquant._messages import AoquantWarning, check_model, first, track
+from aoquant._messages import check_model, first, track, warn
 from aoquant.distributed import fsdp
 from aoquant.distributed.gathered import PACKED, GatheredWeight
 from aoquant.linear.mastered import Mastered
@@ -258,5 +255,5 @@ def verify(
     if problems:
         raise ValueError("\n".join(problems))
     if found.coverage.problem is not None:
-        warnings.warn(f"verified, but {found.coverage.problem}", AoquantWarning, stacklevel=2)
+        warn(f"verified, but {found.coverage.problem}")
     return found

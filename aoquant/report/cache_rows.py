@@ -5,8 +5,6 @@ them into a cache that keeps what it is given. So a figure is that cache's alone
 compared with those that a converted one stores.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ hooks, which change the path that torch takes. A kernel that cannot run here is 
 the other model drives the pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ differentiated is the loss that the model returns, or the mean square of its out
 stay as they were; delayed scales do not advance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

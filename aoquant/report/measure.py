@@ -3,8 +3,6 @@
 SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are equal;  nan when either holds a NaN
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

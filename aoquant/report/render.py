@@ -3,8 +3,6 @@
 tabulate and matplotlib are asked for when they are needed, by the name of the extra that brings them.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import io

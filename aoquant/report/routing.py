@@ -4,10 +4,9 @@ A router is float in every form, but what reaches it went through quantised laye
 other experts. Each model runs the batch by itself, and the experts that its routers chose are compared, layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,16 +71,13 @@ def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
         raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts, whose tokens could be compared")
     chosen: dict[str, list[Tensor]] = {name: [] for name in experts}
 
-    def noting(name: str) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[1] if len(args) > 1 else next((kwargs[n] for n in _INDEX if n in kwargs), None)
-            if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
-                raise ValueError(_no_index(name, module, list(routers_of(model))))
-            chosen[name].append(given.detach().clone())
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[1] if len(args) > 1 else next((kwargs[n] for n in _INDEX if n in kwargs), None)
+        if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
+            raise ValueError(_no_index(name, module, list(routers_of(model))))
+        chosen[name].append(given.detach().clone())
 
-        return note
-
-    watched = hooked(m.register_forward_pre_hook(noting(name), with_kwargs=True) for name, m in experts.items())
+    watched = hooked(m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in experts.items())
     with watched, undisturbed(model), torch.random.fork_rng([]):
         run(model, batch)
     return chosen

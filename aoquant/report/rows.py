@@ -3,8 +3,6 @@
 The experts' rows share the output of their module, as all of its parameters take part in it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

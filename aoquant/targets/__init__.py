@@ -5,8 +5,6 @@ takes, and `build`, which wraps the codes we encoded in the deployed tensor. tor
 subclasses, built from OUR codes, so that the deploy path is unchanged and converting needs no kernel package.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.metadata
 import re
@@ -14,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from aoquant._messages import naming
 from aoquant.config import WeightConfig
 
 from . import fake, torchao_floats, torchao_int4, torchao_integers
@@ -49,13 +48,12 @@ def resolve(config: Any) -> Target:
     name, torchaos = type(config).__name__, type(config).__module__.startswith("torchao.")
     if torchaos and name in _TORCHAO:
         try:
-            _check_version()
-            fields = Fields(config)
-            target = _TORCHAO[name](fields)
-            fields.check()
-            return target
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            with naming(name):
+                _check_version()
+                fields = Fields(config)
+                target = _TORCHAO[name](fields)
+                fields.check()
+                return target
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{name}: a field holds a value of another type than torchao's: {error}") from None
     if torchaos and name in REASONS:

@@ -5,8 +5,6 @@ There is no deployed tensor to imitate, so such layers convert to aoquant's pack
 fake-quantisation config implies.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Python's, where that is missing. Whether the kernel runs here is known when a la
 calls the same kernel for the prepared layer.
 """
 
-from __future__ import annotations
-
 import torch
 
 from aoquant import ops

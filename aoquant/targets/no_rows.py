@@ -7,8 +7,6 @@ returns an output without rows, and so does nn.Linear. This gives torchao's tens
 Most of torchao's classes take F.linear; NVFP4's and MX's meet the matrix product below autograd.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ An unknown config and a config that cannot be trained get different answers, so 
 adds. Read from the source of torchao 0.18.
 """
 
-from __future__ import annotations
-
 _CALIBRATED = "is found by running data through the model"
 _TRAINING = "is a training recipe of torchao's and leaves no quantised layer"
 _OWN = "aoquant.IntxWeightConfig, Int4WeightConfig or NVFP4WeightConfig"

@@ -5,8 +5,6 @@ earliest. Each class stores codes of its whole shape, packed or not, and a scale
 padded to tiles of 128 x 4.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A target: a recipe, the kernel's limits, and how the deployed tensor is built."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,14 +26,14 @@ class Target:
     build: Build
     tensor: str
     limit: Callable[[int, int, torch.dtype], str | None] = lambda n, k, dtype: None
-    fix: Callable[[Scales], Target] | None = None
+    fix: "Callable[[Scales], Target] | None" = None
 
     def why_not(self, n: int, k: int, dtype: torch.dtype) -> str | None:
         """Return why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
         formats: list[Operand] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
         return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
 
-    def widened(self) -> Target:
+    def widened(self) -> "Target":
         """The target of float16 weights: scales that a packed tensor stores in float32 are computed so too. A tensor of
         torchao's has torchao's numbers.
         """
@@ -103,7 +101,7 @@ class Fields:
         self.read.add(name)
         return getattr(self.config, name)
 
-    def replaced(self, **changes: Any) -> Fields:
+    def replaced(self, **changes: Any) -> "Fields":
         """Return the fields of a copy of the config with these changes."""
         return Fields(dataclasses.replace(self.config, **changes))
 

@@ -7,8 +7,6 @@ which the recipe names. NVFP4 is stamped use_triton_kernel=False: MSLK's quantis
 divides, and lets block scales fall below 2^-6, so small blocks get other codes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -197,8 +195,7 @@ def _mx(config: Any) -> Target:
         return None
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        assert e.scale is not None
-        scale = _swizzled(e.scale, 128, w.shape[0], e.k)
+        scale = _swizzled(e.scales, 128, w.shape[0], e.k)
         return MXTensor(e.codes, scale, config.weight_dtype, 32, w.dtype, preference, act, True)
 
     return Target(LinearRecipe(format, format, contract), build, "MXTensor", limit)
@@ -246,8 +243,7 @@ def _nvfp4_build(act: Any, act_scale: Tensor | None = None) -> Build:
     def build(e: Encoded, w: Tensor) -> Tensor:
         from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
-        assert e.scale is not None
-        scale = _swizzled(e.scale, 64, w.shape[0], e.k)
+        scale = _swizzled(e.scales, 64, w.shape[0], e.k)
         pts = None if e.outer is None else e.outer.reshape(())
         act_pts = None if act_scale is None else act_scale.detach().to(w.device).reshape(())
         return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, act_pts, True, False, act)

@@ -10,8 +10,6 @@ packs is missing, convert says so and leaves the model as it was. Layouts withou
 by name.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any
@@ -78,8 +76,7 @@ def _mslk(format: Int4 | Int4Float8 | Int4Float8Row, activation: Float8Mslk | No
         return None
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        assert e.scale is not None
-        codes, scale_GN = e.codes.view(torch.int8), e.scale.t().contiguous()  # (N, K/2), (G, N)
+        codes, scale_GN = e.codes.view(torch.int8), e.scales.t().contiguous()  # (N, K/2), (G, N)
         zero_GN = torch.zeros_like(scale_GN) if e.zero is None else e.zero.t().contiguous()
         if not shuffled:
             act = torch.bfloat16 if activation is None else torch.float8_e4m3fn

@@ -1,7 +1,5 @@
 """torchao's integer configs: Intx and Int8."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -99,10 +97,9 @@ def intx_tensor(format: Affine | Stretched, dtype: torch.dtype, activation: str 
     """A function that builds torchao's tensor from codes; a stretched grid has half a step as its zero point."""
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        assert e.scale is not None
-        zero = torch.zeros_like(e.scale, dtype=torch.int8) if e.zero is None else e.zero
+        zero = torch.zeros_like(e.scales, dtype=torch.int8) if e.zero is None else e.zero
         if isinstance(format, Stretched):
-            zero = torch.full_like(e.scale, -0.5)
+            zero = torch.full_like(e.scales, -0.5)
         block = (1, format.group or e.k)
         return IntxUnpackedToInt8Tensor(format.integers(e), e.scale, zero, dtype, block, w.dtype, activation)
 
@@ -144,8 +141,7 @@ def _int8_build(
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         block = {"group": [1, format.group], "row": [1, e.k], "tensor": list(w.shape)}[format.per]
-        assert e.scale is not None
-        zero = torch.zeros_like(e.scale, dtype=torch.int8)
+        zero = torch.zeros_like(e.scales, dtype=torch.int8)
         held = (None if t is None else t.detach().to(w.device) for t in scales)
         codes = format.integers(e)
         return Int8Tensor(codes, e.scale, block, w.dtype, zero, *held, act_quant_kwargs=act, reduce_range=reduced)

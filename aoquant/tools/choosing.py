@@ -5,8 +5,6 @@ measured.csv's, which `eval/real_models` writes. They order the recipes of that 
 others.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Each recipe prepares a small bf16 layer, trains it for one step, converts it and
 converted layer is missing, the table has the kernel's own reason. The prepared layer trains without it.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.metadata

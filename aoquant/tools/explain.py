@@ -4,8 +4,6 @@ The router decides call by call from a request that holds no data, so `explain` 
 likely at, and bisects between two that differ. Two opposite thresholds between neighbours of `_PROBES` would be missed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -211,9 +209,8 @@ def _routes(
             return "" if gemm.backend in readers else "decode"
         if recipe.weight_scales in HELD:
             return "hold"
-        return (
-            "encode" if whole or gemm.backend in readers else "quantize"
-        )  # codes, or in one pass what the GEMM reads of them
+        # codes, or in one pass what the GEMM reads of them
+        return "encode" if whole or gemm.backend in readers else "quantize"
 
     for role, same in groupby(gemms, made_of_weight):
         first, *rest = same

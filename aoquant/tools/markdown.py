@@ -1,7 +1,5 @@
 """Markdown that programs write: tables and wrapped paragraphs."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 

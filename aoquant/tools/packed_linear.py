@@ -3,8 +3,6 @@
 Its weight is the `PackedTensor` that convert makes. `format` says which dialect the codes are.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -82,12 +80,11 @@ def packed_linear(
 
 
 def _scale(scale: Tensor, want: Encoded, f: Format) -> Tensor:
-    assert want.scale is not None
     if scale.dtype == torch.uint8:
-        scale = scale.view(want.scale.dtype)
-    if scale.shape != want.scale.shape or scale.dtype != want.scale.dtype:
+        scale = scale.view(want.scales.dtype)
+    if scale.shape != want.scales.shape or scale.dtype != want.scales.dtype:
         raise ValueError(
-            f"packed_linear: {f.name} needs scales {tuple(want.scale.shape)} of {want.scale.dtype}, row-major, for these codes, got "
+            f"packed_linear: {f.name} needs scales {tuple(want.scales.shape)} of {want.scales.dtype}, row-major, for these codes, got "
             f"{tuple(scale.shape)} of {scale.dtype}; swizzled scales go through formats.layout.unswizzle_128x4 first"
         )
     return scale.contiguous()

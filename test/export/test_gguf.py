@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, export, load_pretrained, quantize_, save_pretrained
-from aoquant.export import ggml_types, gguf_arch, gguf_file, gguf_limits
+from aoquant.export import ggml_types, gguf_arch, gguf_file
 from aoquant.export.targets import Unfit
 from aoquant.formats import get_format
 from aoquant.linear.recipe import LinearRecipe
@@ -410,7 +410,7 @@ def test_windows_of_a_config_that_does_not_list_them(kind: Any, given: dict[str,
     """Read configs that older releases of transformers wrote, without layer_types."""
     content = config(kind, **(GEMMA if kind in (Gemma2Config, Gemma3TextConfig) else {}))
     content |= {"layer_types": None, "sliding_window": 4} | given
-    assert gguf_limits.windows(gguf_arch.find(content).arch, content) == found
+    assert gguf_arch.windows(gguf_arch.find(content).arch, content) == found
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_codes_of_a_gpu_lose_as_little_as_those_of_a_cpu() -> None:
         h, there = (x.mT @ x / len(x)).to(device), w.to(device)
         factor = gptq.factor(h, 0.01, True)
         weight = gptq.Weight(there, f.encode(there), h, factor.write_upper(h), factor.order_K)
-        errors.append(gptq.choose_codes([weight], f, torch.float32)[0].error)
+        errors.append(gptq.choose_codes([weight], f, torch.float32)[0][1])
     assert errors[1] == pytest.approx(errors[0], rel=0.01)
 
 

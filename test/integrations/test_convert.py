@@ -46,7 +46,7 @@ from aoquant import (
     save_pretrained,
 )
 from aoquant.files import atomic, checkpoint, safetensors_file
-from aoquant.integrations import stream, stream_sources
+from aoquant.integrations import skeleton, stream
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
 MIXED = FqnToConfig(
@@ -262,7 +262,7 @@ def test_tied_weights_that_differ_are_refused(copied: Path, tmp_path: Path) -> N
 def stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Converting is interrupted at the tenth layer; collects what lay in the folder then."""
     seen: list[list[str]] = []
-    real, calls = stream_sources.pack, iter(range(100))
+    real, calls = skeleton.pack, iter(range(100))
 
     def pack(*args: Any) -> Any:
         if next(calls) == 10:
@@ -273,7 +273,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(stream_sources, "pack", pack)
+    monkeypatch.setattr(skeleton, "pack", pack)
     return seen
 
 

@@ -21,7 +21,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.integrations import finetune as tuning
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.launched import Ranks
-from aoquant.integrations.teacher_cache import fill, opened
+from aoquant.integrations.teacher_cache import opened
 from aoquant.integrations.text import assets
 
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
@@ -90,7 +90,7 @@ def with_a_cache(rank: int, folder: Path) -> None:
     ranks = Ranks(rank, 2, launched=True)
     tokenizer = AutoTokenizer.from_pretrained(assets())
     cache = opened(folder / "cache", llama(None), tokenizer, BLOCKS, 33, ranks)
-    fill(cache, llama(None), BLOCKS, torch.arange(12), ranks)
+    cache.fill(llama(None), BLOCKS, torch.arange(12), ranks)
     beside = tune(llama("int4-g32"), llama(None), shared=True)
     assert tune(llama("int4-g32"), cache, shared=True) == pytest.approx(beside, rel=1e-4, abs=1e-6)
 

@@ -18,7 +18,7 @@ from aoquant.files.safetensors_file import header
 from aoquant.integrations import teacher_cache
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.launched import Ranks
-from aoquant.integrations.teacher_cache import TeacherCache, TopK, fill, opened, top_k, top_k_loss
+from aoquant.integrations.teacher_cache import TeacherCache, TopK, opened, top_k, top_k_loss
 from aoquant.integrations.text import assets
 
 V, TOKENS = 40, 24
@@ -87,7 +87,7 @@ def cached(
     cache = opened(folder, **given, k=k, ranks=ranks or Ranks())
     given.pop("tokenizer")
     used = torch.arange(len(given["blocks_BT"])) if used is None else used
-    fill(cache, **given, used=used, ranks=ranks or Ranks())
+    cache.fill(**given, used=used, ranks=ranks or Ranks())
     return cache
 
 

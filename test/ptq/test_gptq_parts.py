@@ -115,9 +115,10 @@ def test_weights_that_are_rounded_together_have_the_codes_of_each_alone(
     alone = [gptq.choose_codes([w], f, torch.float32)[0] for w in weights]
     monkeypatch.setattr(gptq, "TABLE_BYTES", rows * (5 * 160 // (f.block or 160) << f.bits))
     together = gptq.choose_codes(weights, f, torch.float32)
-    for a, b in zip(alone, together, strict=True):
-        assert torch.equal(a.encoded.codes, b.encoded.codes) and a.error < 0.9 * a.nearest
-        assert a.error == pytest.approx(b.error)
+    for weight, (codes, error), (others, other) in zip(weights, alone, together, strict=True):
+        nearest = gptq.decoded(f, weight.encoded, torch.float32)
+        assert error < 0.9 * gptq.missed(weight.target_NK, weight.gram_KK, weight.diagonal_K, nearest)
+        assert torch.equal(codes.codes, others.codes) and error == pytest.approx(other)
 
 
 def test_the_loop_moves_errors_as_its_formula_says() -> None:

@@ -211,8 +211,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         "export/modelopt.py",
-        'tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}',
-        'tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[(-1)].clone()}',
+        'tensors = {"weight": p.qdata, "weight_scale": p.encoded.scales, "weight_scale_2": outer[0].clone()}',
+        'tensors = {"weight": p.qdata, "weight_scale": p.encoded.scales, "weight_scale_2": outer[(-1)].clone()}',
         "`one_outer` gives one value.",
     ),
     Equivalent(

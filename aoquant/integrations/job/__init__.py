@@ -10,8 +10,6 @@ layer, and the saved checkpoint is loaded again and must give the same logits, b
 whole model first. The same command goes on where an interrupt or a crash stopped it (`resuming.py`).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -200,7 +198,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     teacher: PreTrainedModel | TeacherCache = float_model
     if cache is not None:
         used = order_of_blocks(len(blocks), steps, o.batch_size, o.seed)
-        teacher_cache.fill(cache, float_model, text, used, ranks, layout)
+        cache.fill(float_model, text, used, ranks, layout)
         teacher = cache
         float_model.to("cpu")  # until the report
     rate = o.learning_rate or best_rate(o.learning_rates, lambda r: folder.number(f"rate {r:g}", lambda: loss_of(r)))

@@ -1,7 +1,5 @@
 """Models of a run: from a folder or the hub, float or quantised, and which of their layers a run quantises."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

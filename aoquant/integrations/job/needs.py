@@ -5,8 +5,6 @@ and the operations are counted for any family, in seconds. Time is that of matri
 machine shows in a fifth of a second; encoding, decoding and everything else come on top.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The options stand in groups, which are the groups of `aoquant run --help`; `Opti
 file has the same names, with - or _; an option on the command line wins over the file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -7,8 +7,6 @@ Elsewhere they mean nothing by themselves. It also says on which text, window an
 perplexities compare only where all three are equal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The result of a run: its stages, its verdicts, and the files that it leaves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -35,7 +33,7 @@ class Stage:
     tokens_per_s: float = 0.0
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Stage:
+    def from_json(cls, found: Mapping[str, Any]) -> "Stage":
         """Return the stage that `asdict` and JSON made of one."""
         lists: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in found["perplexity"].items()}
         return cls(**{**found, "perplexity": Perplexity(**lists)})
@@ -126,7 +124,7 @@ class Result:
         )
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Result:
+    def from_json(cls, found: Mapping[str, Any]) -> "Result":
         """Return the result in a finished run's `aoquant_run.json`."""
         numbers: dict[str, Any] = {name: found[name] for name in _RECORDED if name in found}
         numbers["stages"] = [Stage.from_json(s) for s in found["stages"]]

@@ -12,8 +12,6 @@ Stages of two different commands must not be mixed into one table, so a folder g
 with one process of it at a time.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 import sys
@@ -47,7 +45,7 @@ class Folder:
         self.lock, self.made = FileLock(self.out / LOCK, timeout=0), list[Path]()
         self.cuda, self.began = torch.device(o.device).type == "cuda", time.monotonic()
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> "Folder":
         """Look at the folder, make it if it is not there, and lock it. Of several ranks the first alone does so.
 
         Raises:

@@ -4,8 +4,6 @@ Validation pages are the last blocks of the training text, which are not trained
 rates and end training early; the pages that a run is scored on do neither.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
