@@ -73,12 +73,10 @@ class InputCodes:
             if _latest is not None and (last := _latest()) is not None:
                 last.held = None
             self.held, _latest = encoded, weakref.ref(self)
-        rest = [t if t is None or t.numel() == 1 else TensorWeakRef(t) for t in encoded[1:4]]
-        self.found_by(partial(_alive, [TensorWeakRef(encoded.codes), *rest]), encoded.k, layer)
-
-    def found_by(self, find: Callable[[], Sequence[Tensor | None] | None], k: int, layer: int) -> None:
-        """Let other layers find the codes that `layer` made. k: of `Encoded`."""
-        self.find, self.k, self.layers = find, k, frozenset((layer,))
+        parts: list[Any] = [TensorWeakRef(encoded.codes)]
+        for t in encoded[1:4]:
+            parts.append(t if t is None or t.numel() == 1 else TensorWeakRef(t))
+        self.find, self.k, self.layers = partial(_alive, parts), encoded.k, frozenset((layer,))
 
 
 def _alive(parts: Sequence[Any]) -> Sequence[Tensor | None] | None:

@@ -157,7 +157,7 @@ def _leave(shared: Any, lefts: Any, call: int, tensors: Iterator[Tensor], layer:
         if left is not None:
             k, kept, parts = left
             if kept:
-                codes.found_by(partial(_found, call, first, parts), k, layer)
+                codes.find, codes.k, codes.layers = partial(_found, call, first, parts), k, frozenset((layer,))
                 first += sum(parts)
             else:
                 four: list[Any] = [next(tensors) if there else None for there in parts]

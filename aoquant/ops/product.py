@@ -67,7 +67,8 @@ def matmul(
             made = codec.quantize(w_operand, w, CODES if held is None else Ask(held=held))
         else:  # its operand in the same pass, and what the accumulator is multiplied by
             made = codec.quantize(w_operand, w, Ask(True, dtype, contracts.reads(contract) == "operand"))
-        w, values, alpha = made.codes, made.values, made.alpha if made.values is not None else None
+        assert made.encoded is not None
+        w, values, alpha = made.encoded, made.values, made.alpha if made.values is not None else None
     call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values, values, None, alpha)
     if 0 in lead:
         y = call.w_rows.new_empty(*lead, call.w_rows.shape[0], dtype=dtype)
