@@ -171,7 +171,7 @@ def header(path: Path) -> Header:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, size))
     try:
-        if size < 8 or length > size - 8:
+        if length > size - 8:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         content = json.loads(text)
         metadata: dict[str, str] = content.pop("__metadata__", {})

@@ -61,7 +61,7 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
             continue
         parameters = [p._module_info.param_name, *p._module_info.shared_param_names]
         read = [_prepared(m, name) for m, name in zip(layers, parameters, strict=True)]
-        if not read or any(r is None for r in read):
+        if any(r is None for r in read):
             pairs = zip(layers, parameters, strict=True)
             if embedding := next((m for m, n in pairs if isinstance(m, QATEmbedding) and n == "weight"), None):
                 found[names.get(embedding, "")] = "bf16: an embedding reads rows of its weight"

@@ -336,6 +336,17 @@ def test_a_gather_of_tied_layers(mesh: DeviceMesh, alike: bool) -> None:
     assert found == {"0": "rows" if alike else "bf16: tied layers have different recipes"}
 
 
+@pytest.mark.parametrize("head_first", [True, False])
+def test_a_gather_leaves_out_a_weight_that_an_embedding_reads_too(mesh: DeviceMesh, head_first: bool) -> None:
+    embedding, head = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+    model = nn.Sequential(*((head, embedding) if head_first else (embedding, head)))
+    quantize_(model, QATConfig(IntxWeightConfig(8, None)), lambda m, _: True)
+    embedding.weight = head.weight
+    fully_shard(model, mesh=mesh)
+    reason = "bf16: an embedding reads rows of its weight"
+    assert quantized_all_gather(model) == {"1" if head_first else "0": reason}
+
+
 def test_codes_are_of_the_dtype_that_a_policy_computes_in(mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     quantize_(model, QATConfig(Int4WeightConfig(32)))

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from aoquant import Int4WeightConfig, QATConfig, quantize_, set_fake_quant
 from aoquant.distributed import ranks, sharded_linear, shards
@@ -278,6 +279,20 @@ def test_a_model_is_distributed_where_one_parameter_is(mesh: DeviceMesh) -> None
     assert not is_distributed(model)
     model[1].weight = nn.Parameter(on(mesh, torch.randn(4, 8), Shard(0)))
     assert is_distributed(model)
+
+
+def test_a_model_is_distributed_while_fsdps_parameters_are_whole(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[1], mesh=mesh).unshard()
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert is_distributed(model) and not is_distributed(model[0])
+
+
+def test_sharded_experts_have_one_class_for_each_plain_one() -> None:
+    made = parallel.sharded_class(MixtralExperts)
+    assert made.plain is MixtralExperts and issubclass(made, MixtralExperts)
+    assert made is parallel.sharded_class(made) is parallel.sharded_class(MixtralExperts)
+    assert made is not parallel.sharded_class(nn.Linear)
 
 
 class Other(nn.Linear):

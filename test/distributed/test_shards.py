@@ -4,13 +4,16 @@ on.
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.bits import same
 from support.formats import SHARDED_TOO
 from support.linear_cases import BF16, F32, data, dtype_name
 from torch import Tensor
 
 from aoquant.distributed.shards import extremes, measure
-from aoquant.formats import Encoded, Format, get_format, list_formats
+from aoquant.formats import Encoded, Format, get_format, get_operand, list_formats
+from aoquant.linear.recipe import LinearRecipe
+from aoquant.linear.weight_codes import encoded_sides
 
 FORMATS = [*list_formats(), *SHARDED_TOO]
 
@@ -99,3 +102,24 @@ def test_reach_is_what_changes_elsewhere_do(name: str) -> None:
         same_codes = torch.equal(first.codes[:r, :c].view(torch.uint8), second.codes[:r, :c].view(torch.uint8))
         same_outer = first.outer is None or second.outer is None or torch.equal(first.outer[:1], second.outer[:1])
         assert (same_codes and same_outer) != moves, dim
+
+
+@pytest.mark.parametrize("name", ["te-fp8-tensor", "te-nvfp4", "int8-row"])
+def test_rows_of_a_weight_are_encoded_under_the_scales_of_all_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank's rows are larger, and the reduction over both ranks is the maximum of their extremes."""
+    recipe, w = LinearRecipe(None, get_operand(name)), values("mixed", 64, 128, F32)
+    mine, theirs, group = w[:32] / 8, w[32:], object()
+    whole = recipe.fprop_weight.encode(torch.cat([mine, theirs]))
+
+    def all_reduce(bits: Tensor, op: object, group: object) -> None:
+        assert op == dist.ReduceOp.MAX
+        groups.append(group)
+        torch.maximum(bits, extremes(recipe.fprop_weight.format, theirs), out=bits)
+
+    groups: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    sides = encoded_sides(recipe, mine, [group])
+    assert sides is not None and sides.columns is None
+    assert groups == ([] if name == "int8-row" else [group])
+    assert same(recipe.fprop_weight.decode(sides.rows, F32), recipe.fprop_weight.decode(whole, F32)[:32])
+    assert encoded_sides(recipe, w[:0], [group]) is None

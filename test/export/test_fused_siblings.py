@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, convert_checkpoint, export, load_pretrained, quantize_
 from aoquant.experts.packed_experts import PackedExperts
-from aoquant.export.fused_checks import warn_mixed
+from aoquant.export.fused_checks import unequal, warn_mixed
 from aoquant.linear.tensor import same_bits
 from aoquant.planning.fused import share_outer_scales, siblings
 from aoquant.recipes import get_recipe
@@ -38,6 +38,13 @@ def apart() -> Any:
 
 def outers(model: Any) -> dict[str, float]:
     return {name: w.per_tensor_scale[0].item() for name, w in packed(model).items()}
+
+
+@pytest.mark.parametrize(("other", "differ"), [(0.5, False), (0.25, True)])
+def test_a_number_may_be_given_once_or_for_every_row(other: float, differ: bool) -> None:
+    numbers = {"a.q_proj": torch.full((64, 1), 0.5), "a.k_proj": torch.tensor(other), "a.v_proj": torch.full((8,), 0.5)}
+    numbers["b.q_proj"] = torch.tensor(7.0)  # of another layer
+    assert [sorted(g) for g in unequal(numbers)] == ([["a.k_proj", "a.q_proj", "a.v_proj"]] if differ else [])
 
 
 # ---- without training

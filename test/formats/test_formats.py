@@ -26,6 +26,7 @@ from aoquant.formats import (
     NVFP4Search,
     Stretched,
     get_format,
+    get_operand,
     list_formats,
 )
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
@@ -164,6 +165,18 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, dtype: torch.dtype) -
         if field is not None and full is not None:
             assert field.dtype == full.dtype
             assert field.shape[1] == full.shape[1]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "high-precision"])
+def test_a_row_has_a_scale_for_each_block(name: str) -> None:
+    """One where there is no block; values in high precision have neither."""
+    format = get_operand(name).format
+    scale = format.encode(torch.randn(2 * format.tile_rows, 512, dtype=torch.bfloat16)).scale
+    if name == "high-precision":
+        assert scale is None and format.block is None
+    else:
+        assert scale is not None
+        assert scale.shape[-1] == (1 if format.block is None else 512 // format.block)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if get_format(n).block is None])

@@ -94,6 +94,18 @@ def whole(source: Path, config: Any, out: Path, shards: str = "5GB", **kwargs: A
 # ---- the same files
 
 
+def test_layers_that_cannot_take_their_config_are_left_out_on_request_alone(
+    floats: dict[bool, Path], tmp_path: Path
+) -> None:
+    """down_proj alone has 256 input features; without the option nothing is written."""
+    with pytest.raises(ValueError, match=r"_proj.*K = 128"):
+        convert_checkpoint(floats[True], "int4-g256/", tmp_path / "out")
+    assert left_behind(tmp_path) == []
+    done = convert_checkpoint(floats[True], "int4-g256/", tmp_path / "out", skip_incompatible=True)
+    assert (done.layers, done.verified, len(done.skipped)) == (2, 2, 12)
+    assert not any("down_proj" in name for name in done.skipped)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_files_are_those_of_the_long_way(name: str, floats: dict[bool, Path], tmp_path: Path) -> None:
     source = floats[name != "mixed, head"]

@@ -151,6 +151,16 @@ def test_a_malformed_header_is_named(content: bytes, tmp_path: Path) -> None:
         header(path)
 
 
+@pytest.mark.parametrize("cut", [1, 7])
+def test_a_header_that_was_cut_off_is_given_with_both_lengths(cut: int, tmp_path: Path) -> None:
+    path, content = tmp_path / "model.safetensors", b"{}" + bytes(6).replace(b"\0", b" ")
+    path.write_bytes(len(content).to_bytes(8, "little") + content)
+    assert header(path).tensors == {}
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ValueError, match=rf"\b{len(content)} .*\b{8 + len(content) - cut}\b"):
+        header(path)
+
+
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/x.safetensors", "a/../../b", "..\\b", "C:\\b", "", ".", "a//b"]
 )

@@ -79,6 +79,8 @@ def test_a_schedule_warms_up_for_a_twentieth_and_falls_by_half_a_cosine() -> Non
     for steps in (100, 119):  # five steps of warm-up each
         assert [rate_at(1.0, step, steps) for step in (3, 4)] == [0.8, 1.0]
     assert rate_at(1.0, 0, 1) == rate_at(1.0, 0, 19) == 1.0  # a step of warm-up at least
+    assert [rate_at(1.0, step, 2, 0.5) for step in range(3)] == [1.0, 1.0, 0.5]
+    assert rate_at(1.0, 1, 1, 0.5) == 1.0
 
 
 @pytest.mark.parametrize(

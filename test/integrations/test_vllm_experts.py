@@ -254,6 +254,7 @@ def test_other_folders_are_read_as_vllm_does(tmp_path: Path) -> None:
     experts = Layer(config, "qwen3-moe", "model.layers.0.mlp.experts")
     for folder, method, model, ours in (
         ("ours", "torchao", experts, True),
+        ("ours", "torchao", nn.Sequential(nn.Linear(1, 1), experts), True),
         ("floats", "torchao", experts, False),
         ("pickled", "torchao", experts, False),
         ("ours", "torchao", nn.Linear(1, 1), False),

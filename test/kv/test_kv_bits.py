@@ -8,6 +8,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.formats import get_kv_format
 from aoquant.formats.kv import KV_NAMES
 from aoquant.kv import hook
+from aoquant.ops import kv
 from aoquant.report.measure import sqnr
 
 X = torch.randn(2, 3, 17, 64, generator=torch.Generator().manual_seed(0)).mul(3).bfloat16()
@@ -31,6 +32,18 @@ def test_a_token_and_head_has_its_own_bytes(name: str, role: str) -> None:
     assert torch.equal(whole.flip(2), format.pack(X.flip(2), scale))
     strided = X.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(whole, format.pack(strided, scale))
+
+
+@pytest.mark.parametrize("name", KV_NAMES)
+def test_tokens_are_written_behind_those_that_are_there(name: str) -> None:
+    """Other bytes stay, and the number of heads says nothing of the number of tokens."""
+    format, scale = get_kv_format(name), scale_of(name)
+    whole = format.pack(X, scale)
+    room = torch.full((2, 3, 20, whole.shape[3]), 77, dtype=torch.uint8)
+    for at, count in ((2, 1), (3, 9)):
+        kv.pack_into(room, at, X[:, :, at : at + count], format, scale)
+    assert torch.equal(room[:, :, 2:12], whole[:, :, 2:12])
+    assert (room[:, :, :2] == 77).all() and (room[:, :, 12:] == 77).all()
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in KV_NAMES])

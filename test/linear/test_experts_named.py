@@ -109,6 +109,20 @@ def test_convert_without_prepare_says_so() -> None:
         quantize_(nn.Linear(64, 64), QATConfig("int4-g32-experts", step="convert"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [(("a", "b.experts"), ["a", "b.experts"]), (("a.experts", "b.experts"), [])],
+)
+def test_unmet_names_are_warned_of_unless_all_are_of_experts(
+    keys: tuple[str, ...], named: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    """The error that follows has names of experts alone."""
+    config = FqnToConfig(dict.fromkeys(keys, Int4WeightConfig(32)))
+    with pytest.raises(ValueError, match="nothing to quantise"):
+        quantize_(nn.Sequential(nn.Linear(64, 64)), config)
+    assert [re.findall("'(.+?)'", str(w.message))[:1] for w in recwarn] == [[name] for name in named]
+
+
 REFUSED = {
     "static": (Int8WeightConfig(activation="int8-tensor-static"), "no calibrated activation scale"),
     "learned": (QATConfig(IntxWeightConfig(4, 32), step="prepare", scales="learned"), "static or learned scales"),

@@ -60,6 +60,20 @@ def test_a_deleted_layer_is_freed_without_a_collection() -> None:
         gc.enable()
 
 
+def test_a_deleted_weight_takes_its_codes_along() -> None:
+    """The layer reads views of them, and gets another weight later."""
+    module, x = packed("int4-g32", True), data("normal", 2, BY_NAME["int4-g32"].k, BF16)
+    weight, codes = module.weight, weakref.ref(module.weight.qdata)
+    with torch.no_grad():
+        wanted = module(x)
+        del module.weight, weight
+        assert codes() is None
+        with pytest.raises(AttributeError, match="weight"):
+            module(x)
+        module.weight = packed("int4-g32", True).weight
+        assert_equal(module(x), wanted)
+
+
 class Doubled(nn.Module):
     def forward(self, b: Tensor) -> Tensor:
         return b * 2

@@ -237,6 +237,8 @@ def test_all_experts_at_once_give_the_loops_bits(transposed: bool) -> None:
         assert torch.equal(a, b)
     one = Experts.apply(with_gradient(codes.down_proj))[2]
     assert one.shape == (64, 64) and type(one) is GatheredWeight
+    assert one.master is None and with_gradient(one) is one  # as FSDP gathers it
+    assert with_gradient(x) is x
 
 
 def test_a_step_between_forward_and_backward_is_refused() -> None:

@@ -13,7 +13,7 @@ from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Format, Scales, as_operand, get_operand, tiles
+from aoquant.formats import Format, Scales, as_operand, get_operand, layout, tiles
 from aoquant.ops import CodecRequest, backward, codec, router
 from aoquant.ops.codec import cuda, triton
 from aoquant.ops.encoding import padded
@@ -292,6 +292,16 @@ def test_transforms_and_masks_of_the_reference() -> None:
     assert_equal(ops.saturated(x, operand, None, ids), bits[ids])
     assert_equal(codec.masked(grad, bits), torch.where(clipped, 0.0, grad))
     assert_equal(ops.pull_back(grad, operand, None, bits), operand.pull_back(torch.where(clipped, 0.0, grad)))
+
+
+def test_the_gradient_of_an_operand_without_a_transform_is_masked_alone() -> None:
+    operand, grad = get_operand("mxfp4"), data("normal", 6, 192, BF16)
+    clipped = torch.arange(6 * 192).view(6, 192) % 3 == 0
+    bits = layout.pack(clipped.to(torch.uint8), 1)
+    assert_equal(ops.pull_back(grad, operand, None, bits), grad.masked_fill(clipped, 0))
+    whole = ops.pull_back(grad, operand)
+    assert_equal(whole, grad)
+    assert whole.data_ptr() != grad.data_ptr()  # an op's output may not be its input
 
 
 def test_decoded_values_in_high_precision_are_memory_of_their_own() -> None:

@@ -70,6 +70,8 @@ def test_the_kernels_for_a_gpu_name_what_they_cannot_take() -> None:
 def test_what_is_no_stack_is_named() -> None:
     assert "fp8-tensor" in str(stacks.why_not(get_operand("fp8-tensor"), N))
     assert "50 rows of gridflip-16x16" in str(stacks.why_not(get_operand("gridflip-16x16"), 50))
+    for name in ("wush16+nvfp4", "wush16+int8-row", "mxfp4-sr", "rht32+mxfp4"):
+        assert name in str(stacks.why_not(get_operand(name), N))
 
 
 @pytest.mark.parametrize("activation", ["", "nvfp4-row", "int8-row"])

@@ -49,7 +49,16 @@ def test_kernels_that_run_are_not_named(recipe: str) -> None:
 
 @pytest.mark.parametrize(("said", "runs"), [("runs", True), ("willing, lower priority", True), ("needs a GPU", False)])
 def test_a_kernel_that_would_run_is_not_missing(said: str, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "explain", lambda request: [(name, said) for name, _ in kernels._KERNELS.values()])
+    asked = list[ops.Request]()
+
+    def explain(request: ops.Request) -> list[tuple[str, str]]:
+        asked.append(request)
+        return [(name, said) for name, _ in kernels._KERNELS.values()]
+
+    monkeypatch.setattr(ops, "explain", explain)
     target = resolve(get_recipe("torchao-int4-g128").make())
-    found = kernels.why_not_run(target, torch.device("cpu"), torch.bfloat16, 64, 256)
+    found = kernels.why_not_run(target, torch.device("cpu"), torch.bfloat16, 128, 256)
     assert (found is None) == runs
+    ((r,),) = [asked]
+    assert (r.m, r.n, r.k, r.dtype, r.device.type) == (64, 128, 256, torch.bfloat16, "cpu")
+    assert (r.contract, r.x_format, r.w_format.name) == (target.recipe.contract, None, "int4-g128")
