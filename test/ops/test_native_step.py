@@ -160,6 +160,31 @@ def test_a_program_that_fails_is_left_to_python() -> None:
     operator("program_forget")(program)
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_step_without_memory_leaves_the_next_ones_to_the_library(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail once, in a forward or a backward; the first runs of both are checks."""
+    runs, real = list[Any](), native_step.operator
+
+    def run(*given: Any) -> Any:
+        runs.append(given)
+        if len(runs) == at + 1:
+            raise torch.OutOfMemoryError("no room")
+        return real("program_run")(*given)
+
+    monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    monkeypatch.setattr(native_step, "operator", lambda name: run if name == "program_run" else real(name))
+    layer, made = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16)), list[Any]()
+    quantize_(layer, get_recipe("int4-g128").prepare())
+    for _ in range(8):
+        x = tokens()
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        made.append((y.detach(), x.grad))
+    assert not isinstance(y.grad_fn, BackwardCFunction) and len(runs) > at
+    assert all(all(map(same_bytes, got, made[0])) for got in made)
+
+
 def test_threads_that_learn_at_once_give_the_library_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[Any]()
 
