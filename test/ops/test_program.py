@@ -180,6 +180,16 @@ def test_what_the_library_would_make_otherwise_is_left_to_python(function: Funct
     check(repeat, function)
 
 
+def test_a_number_beside_integers_takes_the_default_dtype_of_its_run(library: Any) -> None:
+    function: Function = lambda x, y: [x.int() * 0.5, y]  # noqa: E731
+    try:
+        torch.set_default_dtype(torch.float64)
+        repeat = recorded(function, *pair())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(repeat, function)
+
+
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
     assert repeat is not None and repeat.native is not None
