@@ -190,6 +190,20 @@ def test_a_number_beside_integers_takes_the_default_dtype_of_its_run(library: An
     check(repeat, function)
 
 
+def test_the_library_views_what_lies_far_behind(library: Any) -> None:
+    x = torch.empty((1 << 31) + 8, dtype=torch.uint8)
+    x[-8:] = torch.arange(8, dtype=torch.uint8)
+    results, repeat = record(lambda: [x[1 << 31 :] + 1], (x,))
+    assert repeat is not None and repeat.native is not None and results[0].tolist() == [*range(1, 9)]
+
+
+def test_the_library_makes_what_is_empty(library: Any) -> None:
+    words = [3, 0, 2, 0, 2, 6, 2, 0, 0, 2, *[(1 << 63) - 1] * 2, 1, 1, 0, 6, 3, 2, 0, 4, 2, 6, 1, 2, 1, 2]
+    program = native_step.operator("program_make")(words, "", 1, [])
+    view, made = native_step.operator("program_run")(program, pair()[:1])
+    assert view.shape == (0, 4) and made.shape == (0, 0)
+
+
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
     assert repeat is not None and repeat.native is not None
