@@ -12,6 +12,9 @@
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/SmallVector.h>
+#ifdef AOQUANT_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
@@ -235,6 +238,10 @@ class Slots {
 };
 
 inline Tensor made_of(const Step& step, c10::Device device) {
+#ifdef AOQUANT_CUDA
+  // by the allocator that a program may have put in place of torch's own
+  if (device.is_cuda()) return Tensor(at::detail::empty_strided_cuda(step.sizes, step.strides, step.type, device));
+#endif
   const c10::DispatchKeySet keys(c10::computeDispatchKey(step.type, c10::kStrided, device));
   return at::detail::empty_strided_generic(step.sizes, step.strides, c10::GetAllocator(device.type()), keys, step.type);
 }
