@@ -39,7 +39,7 @@ _EMPTY = (
 )  # fmt: skip
 
 _HERE = object()
-LARGE = 1 << 20  # bytes of a result that is let go behind its last reader, and not at the end
+LARGE = 1 << 16  # bytes of a result that is let go behind its last reader, and not at the end
 ROOM = 1 << 29  # bytes that a recording may hold: a function that makes more keeps the device busy for long
 
 # The recorder of each thread that records. Other threads run as usual meanwhile.

@@ -281,6 +281,18 @@ def test_large_results_are_let_go_behind_their_last_reader(monkeypatch: pytest.M
     assert [function is None for function, *_ in repeat._steps] == [False, False, True, False, True]
 
 
+def test_of_many_steps_few_results_are_alive_at_once() -> None:
+    """Let go of results of 256 KiB, too: a step of many small tiles has hundreds of them."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        for _ in range(20):
+            x = x + 1
+        return [x]
+
+    repeat = recorded(function, torch.zeros(1 << 16))
+    assert repeat is not None and [step.function for step in repeat._steps].count(None) == 19
+
+
 # What is not recorded
 
 UNCERTAIN: dict[str, Any] = {
