@@ -237,5 +237,7 @@ def _constant(value: Any, others: Sequence[Tensor]) -> Any:
     if type(value) not in (int, float) or not others:
         return value
     made = torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64, device="cpu")
-    alike = all(torch.result_type(t, made) is torch.result_type(t, value) for t in others)
+    # beside integers a fraction takes the default dtype, which may be another one when the program runs
+    alike = type(value) is int or all(t.is_floating_point() for t in others)
+    alike = alike and all(torch.result_type(t, made) is torch.result_type(t, value) for t in others)
     return made if alike else value

@@ -39,7 +39,7 @@ _EMPTY = (
 )  # fmt: skip
 
 _HERE = object()
-LARGE = 1 << 20  # bytes of a result that is let go behind its last reader, and not at the end
+LARGE = 1 << 16  # bytes of a result that is let go behind its last reader, and not at the end
 ROOM = 1 << 29  # bytes that a recording may hold: a function that makes more keeps the device busy for long
 
 # The recorder of each thread that records. Other threads run as usual meanwhile.
@@ -91,13 +91,24 @@ class Program:
         """Return the function's results on these arguments."""
         if self.native is not None:
             try:
-                given = [t for t in arguments if t is not None]
-                return self.whole(native_step.operator("program_run")(self.native, given))
+                return self.in_library(arguments)
+            except Exception as error:  # for memory, say: the next call may have it
+                _log.debug("csrc's library failed: %s", error)
+        return self._one_by_one(arguments)  # the same step raises here, with its own error
+
+    def in_library(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the results that csrc's library makes."""
+        given = [t for t in arguments if t is not None]
+        return self.whole(native_step.operator("program_run")(self.native, given))
+
+    def first(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the results of a first run. Python runs the program from now on if csrc's library cannot."""
+        if self.native is not None:
+            try:
+                return self.in_library(arguments)
             except Exception as error:
-                results = self._one_by_one(arguments)  # the same step raises here, with its own error
-                _log.debug("only csrc's library failed: %s", error)
+                _log.debug("csrc's library runs no such program: %s", error)
                 self.native = None
-                return results
         return self._one_by_one(arguments)
 
     def whole(self, made: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -164,7 +175,7 @@ def _counted() -> Iterator[list[int]]:
 def _equal(program: Program, arguments: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> bool:
     """Return whether the program's results have the layouts and the bytes of `results`."""
     try:
-        for made, wanted in zip(program(arguments), results, strict=True):
+        for made, wanted in zip(program.first(arguments), results, strict=True):
             if made is wanted:
                 continue
             if made is None or wanted is None or made.dtype is not wanted.dtype or made.shape != wanted.shape:

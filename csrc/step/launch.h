@@ -32,7 +32,6 @@ struct Kernel {
   void* function = nullptr;
   unsigned grid[3], threads, shared;
   std::vector<Parameter> parameters;
-  size_t maps = 0;  // of the parameters
 };
 
 // A CUtensorMap.

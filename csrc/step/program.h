@@ -12,6 +12,9 @@
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/SmallVector.h>
+#ifdef AOQUANT_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
@@ -130,11 +133,12 @@ inline Kernel read_kernel(Reader& read, int64_t slots) {
   made.function = reinterpret_cast<void*>(read.word(1));
   for (unsigned& size : made.grid) size = unsigned(read.word(1, std::numeric_limits<int32_t>::max()));
   made.threads = unsigned(read.word(1, 1024)), made.shared = unsigned(read.word(0, 1 << 20));
+  size_t maps = 0;
   for (int64_t count = read.word(0, MOST_PARAMETERS); count > 0; --count) {
     made.parameters.push_back(read_parameter(read, slots));
-    made.maps += made.parameters.back().kind == BOXES;
+    maps += made.parameters.back().kind == BOXES;
   }
-  TORCH_CHECK(made.maps <= MOST_MAPS, "a program's kernel reads ", made.maps, " tensors in boxes");
+  TORCH_CHECK(maps <= MOST_MAPS, "a program's kernel reads ", maps, " tensors in boxes");
   return made;
 }
 
@@ -166,13 +170,13 @@ inline Value read_value(Reader& read, int64_t slots) {
 inline void read_layout(Reader& read, Step& step) {
   step.sizes = read.list(0), step.strides = read.list(0);
   TORCH_CHECK(step.sizes.size() == step.strides.size(), "a program has a size without a stride");
+  if (std::find(step.sizes.begin(), step.sizes.end(), 0) != step.sizes.end()) return;
   step.extent = 1;
   for (size_t i = 0; i < step.sizes.size(); ++i) {
     int64_t reach;
     TORCH_CHECK(!__builtin_mul_overflow(step.sizes[i] - 1, step.strides[i], &reach) && reach < LARGEST && (step.extent += reach) <= LARGEST,
                 "a program's tensor has no end");
   }
-  if (std::find(step.sizes.begin(), step.sizes.end(), 0) != step.sizes.end()) step.extent = 0;
 }
 
 inline Step read_step(Reader& read, int64_t slots) {
@@ -181,13 +185,13 @@ inline Step read_step(Reader& read, int64_t slots) {
   switch (step.kind) {
     case MAKE:
       step.results = {slot()};
-      step.type = at::ScalarType(read.word(0, int64_t(at::ScalarType::NumOptions) - 1));
+      step.type = at::ScalarType(read.word(0, int64_t(at::ScalarType::Undefined) - 1));
       read_layout(read, step);
       break;
     case VIEW:
       step.results = {slot()}, step.slots = {slot()};
-      step.type = at::ScalarType(read.word(0, int64_t(at::ScalarType::NumOptions) - 1));
-      step.offset = read.word(0, std::numeric_limits<int32_t>::max());
+      step.type = at::ScalarType(read.word(0, int64_t(at::ScalarType::Undefined) - 1));
+      step.offset = read.word(0, LARGEST);
       read_layout(read, step);
       break;
     case OPERATOR: {
@@ -234,6 +238,10 @@ class Slots {
 };
 
 inline Tensor made_of(const Step& step, c10::Device device) {
+#ifdef AOQUANT_CUDA
+  // by the allocator that a program may have put in place of torch's own
+  if (device.is_cuda()) return Tensor(at::detail::empty_strided_cuda(step.sizes, step.strides, step.type, device));
+#endif
   const c10::DispatchKeySet keys(c10::computeDispatchKey(step.type, c10::kStrided, device));
   return at::detail::empty_strided_generic(step.sizes, step.strides, c10::GetAllocator(device.type()), keys, step.type);
 }

@@ -48,7 +48,8 @@ struct Shared {
   }
 };
 
-auto& shared = *new std::unordered_map<int64_t, std::vector<Shared>>;  // by the call; never freed: a node may end later
+using Left = std::shared_ptr<const std::vector<Shared>>;
+auto& shared = *new std::unordered_map<int64_t, Left>;  // by the call; never freed: a node may end later
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> op(const char* name) {
@@ -168,8 +169,8 @@ std::tuple<Tensors, int64_t, int64_t> forward(int64_t family, Tensors given, con
   torch::autograd::set_history(made[0], node);
   if (!kind->shared.empty()) {
     static int64_t last = 0;
-    std::vector<Shared> left;
-    for (int64_t i : kind->shared) left.emplace_back(made.at(i));
+    auto left = std::make_shared<std::vector<Shared>>();
+    for (int64_t i : kind->shared) left->emplace_back(made.at(i));
     std::lock_guard lock(aoquant::step::mutex);
     node->call = ++last;
     shared.emplace(last, std::move(left));
@@ -189,11 +190,15 @@ void learn(int64_t program, int64_t number, int64_t family, int64_t saved, at::I
 
 // What a call shares; nothing where a tensor of it is gone.
 Tensors shared_by(int64_t call) {
+  Left left;
+  {
+    std::lock_guard lock(mutex);
+    if (auto known = shared.find(call); known != shared.end()) left = known->second;
+  }
+  // not under the lock: what Python alone keeps waits for the GIL, and the GIL's owner may wait for the lock to end a node
   Tensors found;
-  std::lock_guard lock(mutex);
-  auto left = shared.find(call);
-  if (left == shared.end()) return found;
-  for (const Shared& one : left->second) {
+  if (left == nullptr) return found;
+  for (const Shared& one : *left) {
     auto alive = one.tensor.lock();
     if (alive == nullptr) return {};
     found.emplace_back(std::move(alive));

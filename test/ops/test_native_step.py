@@ -4,6 +4,7 @@ raise or race, blocks that choose kernels, and the ops of compiled steps.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import forked
 from support.bits import same_bytes
 from support.cpu_library import with_library, with_step_library
 from torch import Tensor, nn
@@ -158,6 +160,72 @@ def test_a_program_that_fails_is_left_to_python() -> None:
     assert operator("forward")(1 << 41, given, None, None) == ([], -1, 0)
     operator("family_forget")(1 << 41)
     operator("program_forget")(program)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_step_without_memory_leaves_the_next_ones_to_the_library(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail once, in a forward or a backward; the first runs of both are checks."""
+    runs, real = list[Any](), native_step.operator
+
+    def run(*given: Any) -> Any:
+        runs.append(given)
+        if len(runs) == at + 1:
+            raise torch.OutOfMemoryError("no room")
+        return real("program_run")(*given)
+
+    monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    monkeypatch.setattr(native_step, "operator", lambda name: run if name == "program_run" else real(name))
+    layer, made = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16)), list[Any]()
+    quantize_(layer, get_recipe("int4-g128").prepare())
+    for _ in range(8):
+        x = tokens()
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        made.append((y.detach(), x.grad))
+    assert not isinstance(y.grad_fn, BackwardCFunction) and len(runs) > at
+    assert all(all(map(same_bytes, got, made[0])) for got in made)
+
+
+def _find(call: int, ended: threading.Event) -> None:
+    while not ended.is_set():
+        operator("shared")(call)
+
+
+def _end_nodes_while_codes_are_found() -> None:
+    """End nodes in one thread, with the GIL, while another one finds codes that Python alone keeps."""
+    repeat.FIRST_DEVICE = -1
+    for _ in with_step_library():
+        layer = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
+        quantize_(layer, get_recipe("nvfp4").prepare())
+        x = torch.ones(2, 32, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(6):
+            layer(x.clone()).sum().backward()
+        h = x.clone()
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            y = layer(h)
+        (call,) = (call for call in range(1, 100) if operator("shared")(call))
+        ended = threading.Event()
+        finder = threading.Thread(target=_find, args=(call, ended))
+        finder.start()
+        for _ in range(3):
+            nodes = [
+                layer(x.clone()).grad_fn,
+                [[] for _ in range(1 << 20)],
+            ]  # the last one takes long to end, and first
+            time.sleep(0.02)
+            nodes.clear()
+        ended.set()
+        finder.join()
+        assert y.grad_fn is not None and operator("shared")(call)
+
+
+def test_nodes_end_while_another_thread_finds_codes() -> None:
+    begun = forked.process(_end_nodes_while_codes_are_found)
+    begun.join(60)
+    begun.kill()
+    begun.join()
+    assert begun.exitcode == 0, "a thread with the GIL waits for one that waits for the GIL"
 
 
 def test_threads_that_learn_at_once_give_the_library_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

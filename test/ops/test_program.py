@@ -180,6 +180,30 @@ def test_what_the_library_would_make_otherwise_is_left_to_python(function: Funct
     check(repeat, function)
 
 
+def test_a_number_beside_integers_takes_the_default_dtype_of_its_run(library: Any) -> None:
+    function: Function = lambda x, y: [x.int() * 0.5, y]  # noqa: E731
+    try:
+        torch.set_default_dtype(torch.float64)
+        repeat = recorded(function, *pair())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(repeat, function)
+
+
+def test_the_library_views_what_lies_far_behind(library: Any) -> None:
+    x = torch.empty((1 << 31) + 8, dtype=torch.uint8)
+    x[-8:] = torch.arange(8, dtype=torch.uint8)
+    results, repeat = record(lambda: [x[1 << 31 :] + 1], (x,))
+    assert repeat is not None and repeat.native is not None and results[0].tolist() == [*range(1, 9)]
+
+
+def test_the_library_makes_what_is_empty(library: Any) -> None:
+    words = [3, 0, 2, 0, 2, 6, 2, 0, 0, 2, *[(1 << 63) - 1] * 2, 1, 1, 0, 6, 3, 2, 0, 4, 2, 6, 1, 2, 1, 2]
+    program = native_step.operator("program_make")(words, "", 1, [])
+    view, made = native_step.operator("program_run")(program, pair()[:1])
+    assert view.shape == (0, 4) and made.shape == (0, 0)
+
+
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
     assert repeat is not None and repeat.native is not None
@@ -255,6 +279,18 @@ def test_large_results_are_let_go_behind_their_last_reader(monkeypatch: pytest.M
     repeat = recorded(lambda x: [(x * 2 + 1).sum()], pair()[0])
     assert repeat is not None
     assert [function is None for function, *_ in repeat._steps] == [False, False, True, False, True]
+
+
+def test_of_many_steps_few_results_are_alive_at_once() -> None:
+    """Let go of results of 256 KiB, too: a step of many small tiles has hundreds of them."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        for _ in range(20):
+            x = x + 1
+        return [x]
+
+    repeat = recorded(function, torch.zeros(1 << 16))
+    assert repeat is not None and [step.function for step in repeat._steps].count(None) == 19
 
 
 # What is not recorded
