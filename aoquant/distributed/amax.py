@@ -1,7 +1,5 @@
 """Absolute maxima over ranks: tensors of which each rank holds a part, or other tokens, share one scale."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 

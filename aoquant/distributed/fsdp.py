@@ -13,8 +13,6 @@ The last two read FSDP's private lists (torch has no way to take a parameter bac
 torch has other ones, converting says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -10,8 +10,6 @@ fewer rows pad with zeros, so the buffers of all are alike, and what they hold l
 ones, and are written in place. They are all there is: a weight in high precision is on no rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -67,7 +65,7 @@ class Layout:
         grows: int,
         dtype: torch.dtype,
         begin: int,
-    ) -> Layout:
+    ) -> "Layout":
         """Of a matrix of shape `whole` and `dtype`, of which a rank has a `part`, cut along dimension `grows`; from
         byte `begin` of its buffer.
         """
@@ -86,7 +84,7 @@ class Layout:
         return cls(whole[1], tuple(fields))
 
     @classmethod
-    def of_stack(cls, one: Encoded, part: int, experts: int, begin: int) -> Layout:
+    def of_stack(cls, one: Encoded, part: int, experts: int, begin: int) -> "Layout":
         """Lay out `experts` matrices that are encoded as `one` is, of which a rank has `part`."""
         fields: list[_Field | None] = []
         for t in one.tensors:
@@ -154,13 +152,13 @@ class GatheredWeight(Tensor):
     @staticmethod
     def __new__(
         cls, shape: torch.Size, dtype: torch.dtype, key: str, rows: Encoded, columns: Encoded | None
-    ) -> GatheredWeight:
+    ) -> "GatheredWeight":
         made: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.codes.device)
         made.key, made.rows, made.columns = key, rows, columns
         made.parts = [t for e in (rows, columns) if e is not None for t in e.tensors if t is not None]
         return made
 
-    def expert(self, index: int) -> GatheredWeight:
+    def expert(self, index: int) -> "GatheredWeight":
         """Return one expert (N, K): views of its codes and scales."""
         rows, columns = (None if e is None else e.map(lambda t: t[index]) for e in (self.rows, self.columns))
         assert rows is not None
@@ -169,7 +167,7 @@ class GatheredWeight(Tensor):
         made.fqn = self.fqn
         return made
 
-    def like(self) -> GatheredWeight:
+    def like(self) -> "GatheredWeight":
         """Return another tensor object with these codes, without a master."""
         made = GatheredWeight(self.shape, self.dtype, self.key, self.rows, self.columns)
         made.fqn, made.transposed = self.fqn, self.transposed
@@ -212,7 +210,7 @@ class GatheredWeight(Tensor):
         return names, (self.key, self.dtype, self.transposed, sides)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
         key, dtype, transposed, sides = context
         parts, made = iter(inner.values()), list[Encoded | None]()
         for side in sides:

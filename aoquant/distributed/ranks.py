@@ -8,8 +8,6 @@ FSDP2 has no public way from a layer to its mesh: its private table of states is
 elsewhere, ranks draw alike, which costs a little noise and no correctness.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from typing import Any

@@ -22,8 +22,6 @@ partial sum to the output's dtype and the sum is rounded again, as RowwiseParall
 sums are exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -15,8 +15,6 @@ So three facts about each axis are enough:
 The third is found from shapes alone, so all ranks refuse alike, before any rank communicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import gcd, prod
 from typing import NamedTuple, Protocol
@@ -66,7 +64,7 @@ class Shards(NamedTuple):
     k: Axis
 
     @classmethod
-    def of(cls, x: DTensor, w: DTensor) -> Shards:
+    def of(cls, x: DTensor, w: DTensor) -> "Shards":
         """Of an input (..., K) and a weight (N, K) as the layer multiplies them."""
         n, k = (_axis(name, w, [dim]) for dim, name in enumerate("NK"))
         return cls(_axis("the rows of the batch", x, range(x.ndim - 1)), n, k)

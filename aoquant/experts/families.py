@@ -5,8 +5,6 @@ class of a module is not asked, so that transformers is not imported here. Class
 own, without the protocol, are listed in `READINGS` by name.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import nn

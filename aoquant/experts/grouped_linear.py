@@ -9,8 +9,6 @@ CUDA graphs. A loop takes the other recipes: each expert that has rows is one ca
 knows the rows of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

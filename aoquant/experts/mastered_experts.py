@@ -5,8 +5,6 @@ under their names is one `GatheredWeight` for the stack, whose experts have code
 without tokens gets a zero gradient in its part of the master's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ transformers multiplies by it as it stands:
     batched_mm   w[ids]                                       -> refused: it would copy packed weights for every token
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,7 +48,7 @@ class PackedExperts(PackedTensor):
         dtype: torch.dtype,
         transposed: bool = False,
         **named: Any,
-    ) -> PackedExperts:
+    ) -> "PackedExperts":
         *lead, n, _ = qdata.shape
         shape = (*lead, k, n) if transposed else (*lead, n, k)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
@@ -103,7 +101,7 @@ class PackedExperts(PackedTensor):
         k: int | None = None,
         dtype: torch.dtype | None = None,
         transposed: bool | None = None,
-    ) -> PackedExperts:
+    ) -> "PackedExperts":
         turned = self.transposed if transposed is None else transposed
         return self._like(PackedExperts, tensors, k, dtype, transposed=turned)
 

@@ -10,8 +10,6 @@ Weight scales are made from the weights in every forward, or held: experts that 
 packed scales in buffers, one expert after another, and multiply the packed codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import pairwise

@@ -8,8 +8,6 @@ picks it, whether its matrix is a parameter (Mixtral, DeepSeek, gpt-oss) or an n
 Some classes also read that layer themselves: LongCat-Flash multiplies by its weight.
 """
 
-from __future__ import annotations
-
 import re
 
 from torch import nn

@@ -11,8 +11,6 @@ Which of them it is, is noted on the module when it is converted. The forward it
 other parameters in their places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

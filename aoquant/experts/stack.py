@@ -13,8 +13,6 @@ torchtitan's `w.bfloat16()`, says in which dtype the product is computed; the we
 is stored in, as convert does. That is what autocast means to a quantised layer, so the product runs under autocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -73,15 +71,15 @@ class Stack:
     def __len__(self) -> int:
         return len(self.w)
 
-    def __getitem__(self, expert: int | Tensor) -> Matrix:
+    def __getitem__(self, expert: int | Tensor) -> "Matrix":
         return Matrix(self, int(expert), self.columns_in)
 
-    def transpose(self, a: int, b: int) -> Stack:
+    def transpose(self, a: int, b: int) -> "Stack":
         if {a % 3, b % 3} != {1, 2}:
             raise ValueError(f"{self.fqn}: prepared experts are transposed in their last two dimensions")
         return replace(self, turned=not self.turned)
 
-    def to(self, dtype: torch.dtype) -> Stack:
+    def to(self, dtype: torch.dtype) -> "Stack":
         if dtype not in (self.w.dtype, torch.bfloat16, torch.float16):  # the dtypes of autocast
             raise ValueError(
                 f"{self.fqn} is {self.w.dtype} and its class casts it to {dtype}: prepared experts are multiplied in their own dtype, "
@@ -89,7 +87,7 @@ class Stack:
             )
         return replace(self, dtype=dtype)
 
-    def bfloat16(self) -> Stack:
+    def bfloat16(self) -> "Stack":
         return self.to(torch.bfloat16)
 
     def times(self, x: Tensor, expert: int) -> Tensor:
@@ -173,14 +171,14 @@ class Matrix:
         rows, columns = self.stack.shape[1:]
         return torch.Size((rows, columns) if self.columns_in == self.stack.columns_in else (columns, rows))
 
-    def transpose(self, a: int, b: int) -> Matrix:
+    def transpose(self, a: int, b: int) -> "Matrix":
         return self if a % 2 == b % 2 else Matrix(self.stack, self.expert, not self.columns_in)
 
-    def t(self) -> Matrix:
+    def t(self) -> "Matrix":
         return self.transpose(0, 1)
 
     @property
-    def T(self) -> Matrix:
+    def T(self) -> "Matrix":
         return self.t()
 
     @classmethod

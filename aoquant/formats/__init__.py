@@ -5,8 +5,6 @@ packing, reports, checkpoints and the command line follow. A format defined in a
 `register_format(instance)`, in processes that import that package.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

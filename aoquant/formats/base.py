@@ -16,8 +16,6 @@ that dequantise.
 Shapes: R rows, K values along the contraction axis, G = K / group scales in a row. Everything is 2-D; callers flatten.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,19 +50,19 @@ class Encoded(NamedTuple):
     k: int
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor | None], k: int) -> Encoded:
+    def of(cls, tensors: Iterable[Tensor | None], k: int) -> "Encoded":
         """Return the matrix of codes, scale, zero and outer scale, in this order."""
         codes, scale, zero, outer = tensors
         assert codes is not None
         return cls(codes, scale, zero, outer, k)
 
     @classmethod
-    def joined(cls, parts: Sequence[Encoded], join: Callable[..., Tensor]) -> Encoded:
+    def joined(cls, parts: "Sequence[Encoded]", join: Callable[..., Tensor]) -> "Encoded":
         """Return matrices of one format joined, tensor by tensor. join: torch.cat or torch.stack."""
         columns = zip(*(e.tensors for e in parts), strict=True)
         return cls.of((None if c[0] is None else joined(c, join) for c in columns), parts[0].k)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Encoded:
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Encoded":
         """Return the matrix with `function` of each tensor that it has."""
         return Encoded.of((None if t is None else function(t) for t in self.tensors), self.k)
 
@@ -80,7 +78,7 @@ class Encoded(NamedTuple):
         return self.codes, self.scale, self.zero, self.outer
 
     @property
-    def by_row(self) -> Encoded:
+    def by_row(self) -> "Encoded":
         """Return the same with an outer scale for each row, (R, 1), as a packed tensor stores it."""
         return self if self.outer is None else self._replace(outer=self.outer.expand(len(self.codes), 1).contiguous())
 
@@ -111,7 +109,7 @@ class Scales(NamedTuple):
         return self.scale, self.zero, self.outer
 
     @property
-    def copied(self) -> Scales:
+    def copied(self) -> "Scales":
         """Return a copy with scales of its own."""
         scale, zero, outer = (None if t is None else t.clone() for t in self.tensors)
         return Scales(scale, zero, outer, self.transform)
@@ -197,7 +195,7 @@ class Format:
         return ""
 
     @property
-    def beside(self) -> Format:
+    def beside(self) -> "Format":
         """Return the format of an input beside a weight of this format, where a user names none."""
         return self
 
@@ -301,14 +299,14 @@ class Format:
         return self.quantize(x_RK, s)
 
     @property
-    def widened(self) -> Format | None:
+    def widened(self) -> "Format | None":
         """Return the format of float16 weights: this one, computed in float32, and only scales are rounded to what is
         stored. None where that is so anyway, or where there is none.
         """
         return None
 
     @property
-    def narrow(self) -> Format:
+    def narrow(self) -> "Format":
         """Return the format without `widened`, which says how codes are made and not what they stand for."""
         return self
 
@@ -353,7 +351,7 @@ class Format:
         """
         return s
 
-    def fix(self, *numbers: float) -> Format:
+    def fix(self, *numbers: float) -> "Format":
         """Return this format with constant scales, which become part of its name: the numbers of `Scales`, in order.
 
         Raises:

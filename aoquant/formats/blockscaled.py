@@ -21,8 +21,6 @@ tensor, in steps of 2^-128. Bytes therefore differ from torchao's below an absma
 clips it unless pts is dynamic.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -17,8 +17,6 @@ An inverse that overflows is the largest float32, as in TransformerEngine, so a 
 saturated codes under scale 0: they decode to zeros, and a report can tell them from a block of zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

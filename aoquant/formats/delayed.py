@@ -12,8 +12,6 @@ factor of 1 are zero: then the layer below has an amax of 0, and waits for the n
 Source: NVIDIA/TransformerEngine `DelayedScaling`, `_update_amax_history`, `_compute_scaling_factor_default`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -29,8 +29,6 @@ Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Qu
 `NVFP4QuantizerRef`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ first; NaN survives. `fma_round` and `fma` are for kernels that fuse a multiplic
 which no PyTorch operation promises.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ format and of its name, which every checkpoint holds. With a constant there, not
 block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

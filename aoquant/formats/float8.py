@@ -16,8 +16,6 @@ zeros stores scale 0 and zero codes; torchao divides 0 by 0 there and stores NaN
 `_choose_scale_float8`, `_quantize_affine_float8`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 
@@ -56,7 +54,7 @@ class Float8(OneScale):
     bits = 8
 
     @classmethod
-    def parse(cls, name: str) -> Float8 | None:
+    def parse(cls, name: str) -> "Float8 | None":
         """The format called `name`; None when it is no float8 format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
@@ -77,7 +75,7 @@ class Float8(OneScale):
         return f"fp8{element}-{per}{options}{bounds}{fixed_name(self.fixed)}"
 
     @property
-    def widened(self) -> Float8 | None:
+    def widened(self) -> "Float8 | None":
         return replace(self, wide=True) if type(self) is Float8 and not self.fixed else None
 
     @property
@@ -85,7 +83,7 @@ class Float8(OneScale):
         return self.wide
 
     @property
-    def narrow(self) -> Float8:
+    def narrow(self) -> "Float8":
         return replace(self, wide=False) if self.wide else self
 
     @property

@@ -23,8 +23,6 @@ should not.
 on from codes holds, are the scales that won.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -71,7 +69,7 @@ class FourOverSix(OneScale):
             raise ValueError(f"FourOverSix: metric is one of {', '.join(METRICS)}, got {self.metric!r}")
 
     @classmethod
-    def parse(cls, name: str) -> FourOverSix | None:
+    def parse(cls, name: str) -> "FourOverSix | None":
         """The format called `name`; None when it is no four-over-six format's name."""
         if name.startswith("fouroversix") and name.endswith("-sr"):
             raise ValueError(
@@ -103,7 +101,7 @@ class FourOverSix(OneScale):
         return "nvfp4" if self.tile == 1 else ""
 
     @property
-    def beside(self) -> FourOverSix:
+    def beside(self) -> "FourOverSix":
         return self if self.fixed else replace(self, tile=1, outer="row")
 
     @property

@@ -12,8 +12,6 @@ float32, so a value is rounded at most once (q4_1's sum). Sources: ggml `quantiz
 `gguf.quants`, `ggml-cpu/arch/x86/quants.c`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -26,8 +26,6 @@ The byte 0x80 is never written and decodes to 0; 0x7F and 0xFF decode to NaN. Th
 quantised, after any transform.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -71,7 +69,7 @@ class GridFlip(FourOverSix):
         object.__setattr__(self, "c", float(self.c))  # as the name says it
 
     @classmethod
-    def parse(cls, name: str) -> GridFlip | None:
+    def parse(cls, name: str) -> "GridFlip | None":
         """The format called `name`; None when it is no GridFlip format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None

@@ -5,8 +5,6 @@ is and quantises its input. With this format the weight's slot of a recipe needs
 decoding casts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

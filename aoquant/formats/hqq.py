@@ -26,8 +26,6 @@ can be traced.
 Source: torchao 0.18 `quant_primitives`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

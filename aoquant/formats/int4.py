@@ -28,8 +28,6 @@ kernels' epilogues are rn_bf16(x_scale * acc), plain, and rn_bf16(row * (x_scale
 bias to that and rounds again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(q
 q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 
@@ -52,7 +50,7 @@ class Affine(OneScale):
     wide: bool = False
 
     @classmethod
-    def parse(cls, name: str) -> Affine | None:
+    def parse(cls, name: str) -> "Affine | None":
         """The format called `name`; None when it is no affine format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
@@ -72,7 +70,7 @@ class Affine(OneScale):
         return f"{kind}{self.width}-{per}{_SUFFIX[self.mapping]}{stored}{native}{wide}{fixed_name(self.fixed)}"
 
     @property
-    def widened(self) -> Affine | None:
+    def widened(self) -> "Affine | None":
         return replace(self, wide=True) if type(self) is Affine and not self.fixed else None
 
     @property
@@ -80,7 +78,7 @@ class Affine(OneScale):
         return self.wide and "float32" in (self.scales, self.stored)
 
     @property
-    def narrow(self) -> Affine:
+    def narrow(self) -> "Affine":
         return replace(self, wide=False) if self.wide else self
 
     element = standard = "int"

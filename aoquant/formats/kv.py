@@ -18,8 +18,6 @@ Sources: vLLM 0.33 `cache_kernels.cu`, `triton_reshape_and_cache_flash.py`, `int
 `nvfp4_kv_cache_kernels.cu`; llama.cpp `cpy-utils.cuh` and its rotation of quantised caches (pull request 21038).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

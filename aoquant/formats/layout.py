@@ -5,8 +5,6 @@ Codes of 4 bits go two to a byte, low nibble = even k (MSLK, torchao and NVIDIA 
 scales for Blackwell tensor cores are swizzled in tiles of 128 x 4 (cuBLAS, "1-D block scaling factors layout").
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ format in the same way. So a rounded column holds exactly the numbers that `deco
 choice is the nearest deployed number: GridFlip's shifted grids, int4's fused rounding and e4m3's NaN need no code here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +37,7 @@ class Levels:
         return torch.where(above.isinf(), torch.inf, below / 2 + above / 2)
 
     @classmethod
-    def of(cls, format: Format, e: Encoded, dtype: torch.dtype) -> Levels:
+    def of(cls, format: Format, e: Encoded, dtype: torch.dtype) -> "Levels":
         """Return levels of e's blocks, as `format.decode(e, dtype)` gives them."""
         block, rows = format.block or e.k, len(e.codes)
         every = _every_code(format, e)
@@ -68,7 +66,7 @@ class Levels:
         return values.gather(-1, index).squeeze(-1), codes.gather(-1, index).squeeze(-1)
 
     @classmethod
-    def cat(cls, parts: Sequence[Levels]) -> Levels:
+    def cat(cls, parts: "Sequence[Levels]") -> "Levels":
         """Return the levels of several matrices, one below the other."""
         if len(parts) == 1:
             return parts[0]

@@ -17,8 +17,6 @@ Source: MSLK 1.1 `quantize_fp8_row`, its Triton kernel, on an H200; the fallback
 multiplies by 448 / absmax instead, and releases before 1.1 did too: neither is a reference.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ computed. It loses a little: 1024 values share an exponent in place of 32. The l
 "rceil", rounding and saturation are those of `MX`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -17,8 +17,6 @@ back is `pull_back`, for gradients of this side; and for the other side's values
 The name crosses the boundaries of ops and stands in checkpoints; `get_operand` takes it back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -84,7 +82,7 @@ class Operand:
         return f"{self.transform.name}{'-inverse' if self.inverse else ''}+{self.format.name}"
 
     @cached_property
-    def narrow(self) -> Operand:
+    def narrow(self) -> "Operand":
         """The operand that decodes these codes, however they are made: a packed tensor stores its name."""
         format = self.format.narrow
         return self if format is self.format else replace(self, format=format)
@@ -158,7 +156,7 @@ class Operand:
             return None if weight.scale is None else self.format.scale_dtype(weight.scale.dtype)
         return self.format.scale_dtype(weight.dtype if self.transform is None else torch.float32)
 
-    def shares_codes(self, other: Operand) -> bool:
+    def shares_codes(self, other: "Operand") -> bool:
         """Return whether the codes of x^T, as `other`, are the codes of x, transposed."""
         return self.name == other.name and self.transform is None and self.format.square and not self.draws
 
@@ -194,7 +192,7 @@ class Operand:
         """Codes of the transformed x_RK under scales from elsewhere."""
         return self.format.hold(self.transformed(x_RK, s.transform), s)
 
-    def fix(self, *numbers: float) -> Operand:
+    def fix(self, *numbers: float) -> "Operand":
         """This operand with constant scales, which become part of its name."""
         return replace(self, format=self.format.fix(*numbers), scales="dynamic")
 

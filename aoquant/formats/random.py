@@ -20,8 +20,6 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, a
 Random123.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import NamedTuple
 
@@ -56,7 +54,7 @@ class Span(NamedTuple):
         i = torch.arange(n, device=device)
         return self.first + (i // self.run * self.stride + i % self.run if self.run else i)
 
-    def in_blocks(self, block: int) -> Span:
+    def in_blocks(self, block: int) -> "Span":
         """The same for blocks of `block` columns."""
         return Span(*(n // block for n in self))
 
@@ -67,7 +65,7 @@ class Place(NamedTuple):
     rows: Span
     columns: Span
 
-    def padded(self, multiple: int) -> Place:
+    def padded(self, multiple: int) -> "Place":
         """The place in a whole whose columns are padded to a multiple."""
         return self._replace(columns=self.columns._replace(size=-(-self.columns.size // multiple) * multiple))
 
@@ -109,7 +107,7 @@ class Random(NamedTuple):
             words = self._fours(element // 4).gather(-1, (element % 4).unsqueeze(-1)).squeeze(-1)
         return (words >> 8).float() * 2.0**-24
 
-    def in_blocks(self, block: int) -> Random:
+    def in_blocks(self, block: int) -> "Random":
         """The numbers of a matrix that has one element for each block of `block` columns."""
         if self.place is None:
             return self

@@ -10,8 +10,6 @@ activation quantisers do.
 The e8m0 rules are OCP MX v1.0's (floor) and the usual alternatives; the byte is the biased exponent, 255 means NaN.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from functools import cache

@@ -11,8 +11,6 @@ this makes; only encoding costs more, which is why it is for weights. "nvfp4-sea
 row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -31,8 +31,6 @@ the scale is or is not rounded before the codes are chosen, and ties go to even 
 deployed layer does not draw.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

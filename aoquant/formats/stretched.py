@@ -11,8 +11,6 @@ exports it as torchao's StretchedIntxWeightConfig. Source: torchao 0.18 `choose_
 1/2): the grid has no zero.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -35,7 +33,7 @@ class Stretched(Format):
     from_extremes = False  # a mean is in them
 
     @classmethod
-    def parse(cls, name: str) -> Stretched | None:
+    def parse(cls, name: str) -> "Stretched | None":
         """The format called `name`; None when it is no stretched format's name."""
         match = _NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2] or 0))

@@ -15,8 +15,6 @@ gradient has to reach the loss scaler. Every finite value has TransformerEngine'
 NVIDIA/TransformerEngine `Float8Quantizer`, `Float8BlockQuantizer`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -45,7 +43,7 @@ class TEFloat8(Float8):
     pow2: bool = True
 
     @classmethod
-    def parse(cls, name: str) -> TEFloat8 | None:
+    def parse(cls, name: str) -> "TEFloat8 | None":
         """The format called `name`; None when it is no name of this class."""
         if (match := _NAME.fullmatch(name)) is None:
             return None

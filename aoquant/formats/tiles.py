@@ -8,8 +8,6 @@ row's codes depend on that row and on the scales alone, or on whole tiles of row
 `Format.encode`, `operand` and `decode`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

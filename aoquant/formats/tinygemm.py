@@ -19,8 +19,6 @@ follows the vector instructions that PyTorch uses (`torch.backends.cpu.get_cpu_c
 checked against the operator for each rule.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

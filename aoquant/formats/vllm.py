@@ -13,8 +13,6 @@ correctly rounded float32 ones, on every device. Source: vLLM 0.32 `csrc/quantiz
 `nvfp4_emulation_utils.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

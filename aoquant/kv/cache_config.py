@@ -1,7 +1,5 @@
 """The config of a KV cache: formats of keys and values, and where static scales come from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -8,8 +8,6 @@ transformers (dynamic, sliding, static), and reads them on the way out. Without 
 The gradient goes straight through an autograd function. A cast to float8 and back would round the gradient to float8.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -7,8 +7,6 @@ Where a kernel attends to bytes, one query token gets `Coded` keys and values. T
 (`attend`); any other operation finds them decoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +63,7 @@ class Coded(Tensor):
     source: New
 
     @staticmethod
-    def __new__(cls, bytes: Tensor, new: New) -> Coded:
+    def __new__(cls, bytes: Tensor, new: New) -> "Coded":
         shape = (*bytes.shape[:3], new.x.shape[3])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=new.x.dtype, device=bytes.device)
         made.bytes, made.source = bytes, new

@@ -11,8 +11,6 @@ It answers ordinary calls alone: a plain tensor of the weight's dtype, on its de
 forced backend. For any other call it returns None, and the caller takes the general path, with its checks and errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet

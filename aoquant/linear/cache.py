@@ -19,8 +19,6 @@ Nothing is shared while a compiler traces (it removes repeated calls itself), un
 while a CUDA graph is captured, whose memory lives by other rules.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -165,7 +163,7 @@ class FixedWeight:
         """Copied and pickled as None."""
         return type(None), ()
 
-    def anew(self) -> FixedWeight:
+    def anew(self) -> "FixedWeight":
         """For a layer with another recipe; a backward to come reads what this one has."""
         return FixedWeight(self._owner, self._bind)
 
@@ -176,7 +174,7 @@ class FixedWeight:
         return layer
 
     @property
-    def of_this_call(self) -> FixedWeight | None:
+    def of_this_call(self) -> "FixedWeight | None":
         """This; or None for a call that encodes as usual, for one of two reasons.
 
         - Its codes would serve this call alone: an adapter merges the weight, a parametrisation computes it, or

@@ -1,7 +1,5 @@
 """What a call of a quantised linear layer is checked for, as nn.Linear checks its own, and the dtype it computes in."""
 
-from __future__ import annotations
-
 from weakref import WeakValueDictionary
 
 import torch

@@ -7,8 +7,6 @@ layer has run (`checks.note_run`). Models that are compiled, traced, or on atten
 turn off, are not watched. The hooks of a model are plain functions, so that it can be copied and pickled.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 import warnings

@@ -15,8 +15,6 @@ A subclass whose forward gets its rows from `super().forward(ids)`, and scales, 
 class over packed rows. `why_not_rows` reads the source of such a forward, and refuses any other.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

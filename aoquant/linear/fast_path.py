@@ -8,8 +8,6 @@ it packs padded batches for it. `sync` clears both where a prepared layer is ben
 any more.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from aoquant.linear.prepared import QATLayer

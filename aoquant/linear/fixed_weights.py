@@ -15,8 +15,6 @@ gradient. Writes in place that PyTorch does not count (`weight.data.mul_(2)`, th
 FSDP2's shards) are not seen: only a pass over the weight could find them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

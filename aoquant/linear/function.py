@@ -21,8 +21,6 @@ so a layer whose input scale is learned keeps x.
 A side that no GEMM will read (a frozen weight, an input without gradient) is neither kept nor encoded.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

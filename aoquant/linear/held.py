@@ -11,8 +11,6 @@ of a fitted transform are always buffers: `input_transform`, T with bf16 entries
 float32, (K / size, size, size) both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

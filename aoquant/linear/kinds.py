@@ -11,8 +11,6 @@ embedding whose class scales, shifts or norms the rows that nn.Embedding gives i
 Integrations add the kinds of other libraries to `KINDS`, when those libraries are imported.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

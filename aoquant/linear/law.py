@@ -32,8 +32,6 @@ from either source; an input from "forward" keeps "rows" if wgrad is in high pre
 whose clipped values are masked keeps "values".
 """
 
-from __future__ import annotations
-
 from aoquant.formats import Operand
 from aoquant.formats.operand import DELAYED
 from aoquant.ops import BackwardGemm

@@ -5,8 +5,6 @@ moves it by the learning rate whatever its size is. Below zero the layer compute
 its values clip.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -13,8 +13,6 @@ under a pending backward, and one backward a step gives the numbers of the prepa
 weights with delayed scales.) Source: NVIDIA/TransformerEngine, `fp8_model_init` with `DelayedScaling`.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any, Self

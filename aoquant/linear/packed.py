@@ -13,8 +13,6 @@ nn.Linear again. A weight that is written into `_parameters` by hand, as `functi
 eager forwards, and by code that is compiled after one; code that was compiled before keeps the weight that it had.
 """
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

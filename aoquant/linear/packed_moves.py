@@ -4,8 +4,6 @@ Nothing here rounds. Codes and scales move as they are, into a tensor of the sam
 other codes is refused, and says what to do in its place.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

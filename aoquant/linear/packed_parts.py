@@ -4,8 +4,6 @@ A kernel computes addresses from K, N and the format alone, so codes or scales o
 end. The expected shapes are those that the format plans for a weight of the same size.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -5,8 +5,6 @@ checkpoints and tied layers hold the same module, parameters and hooks under the
 only its static and learned scales (held.py), and the state of a random backward.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from types import MethodType

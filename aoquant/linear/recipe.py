@@ -13,8 +13,6 @@ Scales are dynamic (found on what is encoded, each time), static (held by the la
 trained: LSQ). A transform stands before the rounding of both operands of fprop.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +28,7 @@ from aoquant.transforms import RoundedHadamard, Transform
 
 STRAIGHT_THROUGH = ("identity", "clipped")
 BACKWARD = ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input")
-RECIPES: dict[str, LinearRecipe] = {}  # by key
+RECIPES: "dict[str, LinearRecipe]" = {}  # by key
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class LinearRecipe:
         return None
 
     @property
-    def deployed(self) -> LinearRecipe:
+    def deployed(self) -> "LinearRecipe":
         """Return the recipe after convert, without the parts that concern training."""
         return dataclasses.replace(
             self,
@@ -214,7 +212,7 @@ class LinearRecipe:
             input_scales="dynamic" if self.input_scales in ("dynamic", DELAYED) else "static",
         )
 
-    def holding(self, scales: str) -> LinearRecipe:
+    def holding(self, scales: str) -> "LinearRecipe":
         """Return the recipe with `QATConfig`'s scales: of weights, and learned ones of static activations too."""
         if scales == "dynamic":
             return self

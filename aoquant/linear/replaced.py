@@ -4,8 +4,6 @@ Every module above a prepared one remembers the names of those children that hol
 along when the model is wrapped, copied or pickled, and a part of a model has its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import nn

@@ -11,8 +11,6 @@ A call that is not ordinary takes the page: as there, and where the layer holds 
 weight, or where its weight is sharded.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

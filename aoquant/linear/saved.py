@@ -1,7 +1,5 @@
 """Save for backward what a forward names: autograd knows a flat list of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ input:
 cut that it has no share in.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

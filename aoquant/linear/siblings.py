@@ -11,8 +11,6 @@ The pass is installed with the first packed layer, where csrc has the operator a
 (`torch._inductor.config.post_grad_custom_pre_pass`). A pass that is set later takes the place, which costs speed alone.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Fake quantisation of a whole model: off and on, and the plain modules back."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from aoquant._messages import check_model

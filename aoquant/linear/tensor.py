@@ -6,8 +6,6 @@ packed)` gives the same bits, also in engines that keep nothing but weight tenso
 loader knows; the outer scale is (N, 1), because loaders copy fused q/k/v shards row by row (linear/packed_moves.py).
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
@@ -33,7 +31,7 @@ _BOUND, _FLAT = "_bound", "_flattened"  # what a tensor remembers of itself: mad
 
 
 @torch.compiler.disable
-def _bound_outside(w: PackedTensor) -> BoundWeight:
+def _bound_outside(w: "PackedTensor") -> BoundWeight:
     """`bound`, outside a compiler's graph."""
     return w.bound
 
@@ -75,7 +73,7 @@ class PackedTensor(TorchAOBaseTensor):
         dtype: torch.dtype = torch.float32,
         *parts: Any,
         **named: Any,
-    ) -> PackedTensor:
+    ) -> "PackedTensor":
         if isinstance(qdata, PackedTensor):  # so accelerate's offload makes a parameter of one that it moved
             return qdata.detach()
         shape = (qdata.shape[0], k)
@@ -140,7 +138,7 @@ class PackedTensor(TorchAOBaseTensor):
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, Any], attributes: dict[str, Any], size: Any, stride: Any
-    ) -> PackedTensor:
+    ) -> "PackedTensor":
         return cls(**parts, **attributes, checked=True)
 
     @property
@@ -188,7 +186,7 @@ class PackedTensor(TorchAOBaseTensor):
     @classmethod
     def from_encoded(
         cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
-    ) -> PackedTensor:
+    ) -> "PackedTensor":
         """Pack what `recipe.fprop_weight.encode` returned for a weight of `dtype`. matrix: T of a fitted transform."""
         names = (recipe.fprop_weight.narrow.name, recipe.input_name, recipe.contract)
         matrix = None if matrix is None else matrix.to(e.codes.device, torch.bfloat16)  # bf16 numbers already
@@ -231,7 +229,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     def _with(
         self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None
-    ) -> PackedTensor:
+    ) -> "PackedTensor":
         """A tensor like this one with other parts, in the order of `parts_of`."""
         return self._like(PackedTensor, tensors, k, dtype)
 

@@ -1,7 +1,5 @@
 """Codes that stand for a weight: what all-gathers and `quantized_model_init` hold in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -18,8 +18,6 @@
 Everything that rounds runs inside an op, and `router` says on which backend.
 """
 
-from __future__ import annotations
-
 from . import codec, router
 from .backward import BackwardGemm, Gradients, Kept, contraction, gradients
 from .call import Call, gemm_request

@@ -12,8 +12,6 @@ memory, and dy's two operands, for dgrad and for wgrad, come of one pass over dy
 compiled step calls each op through the dispatcher, which takes the host as long as a launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, cached_property
 from math import lcm
@@ -355,7 +353,7 @@ class _Source(NamedTuple):
     @classmethod
     def of(
         cls, x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, part: Part | None
-    ) -> _Source:
+    ) -> "_Source":
         x_RC = _padded(x_RC, multiple)
         random = _random(operand, state, side, None if part is None else part.place.padded(multiple))
         return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))

@@ -14,8 +14,6 @@ A step of training repeats its calls word by word. So what the words say is work
 expression (`Arguments.read`), in which what holds neither a tensor nor an integer is a constant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -181,10 +179,10 @@ class _Field(NamedTuple):
     """A part of a result: a tensor, an Encoded, or a NamedTuple of `fields`."""
 
     type: Any
-    fields: tuple[_Field, ...] = ()
+    fields: "tuple[_Field, ...]" = ()
 
     @classmethod
-    def of(cls, hint: Any) -> _Field:
+    def of(cls, hint: Any) -> "_Field":
         named = next((t for t in (hint, *get_args(hint)) if hasattr(t, "_fields")), Tensor)
         if named in (Tensor, Encoded):
             return cls(named)

@@ -5,8 +5,6 @@ values. The codec makes a missing form when a backend asks for it, so that a wei
 an operand in one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 The inner loop of GPTQ. The loop below is the reference; on a GPU one Triton kernel runs a whole block of columns.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -29,8 +29,6 @@ blocks along K, acc is the sum over blocks, in K's order, of (the block's produc
 DeepSeek-V3's kernel has it.
 """
 
-from __future__ import annotations
-
 import torch
 
 _BFLOAT16 = {

@@ -15,8 +15,6 @@ Our ops run inside an `autograd.Function`, so they are defined the plain way: on
 the tests, sees that outputs alias nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import zlib

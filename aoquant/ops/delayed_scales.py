@@ -1,7 +1,5 @@
 """Ops of delayed scaling: the absolute maximum of a tensor, and the state after a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

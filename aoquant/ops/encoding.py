@@ -6,8 +6,6 @@ encodes its weight itself). Scales are found on what is encoded, unless the call
 learned ones, and the matrices of a fitted transform. Codes behind a transform are codes of the format behind it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ by that. Elsewhere, and for an aoquant without its CUDA library, Triton multipli
 and many meet values that are made 64 MB at a time.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

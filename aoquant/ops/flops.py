@@ -4,8 +4,6 @@ The mode copies PyTorch's registry when it is made, so the formulas have to be t
 registers them. Importing aoquant does not, because it would import the counter.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -14,8 +14,6 @@ are those of multiplying the codes. The GEMMs of a backward in high precision ha
 `F.grouped_mm` computes them. On other devices each expert is an ordinary product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple, cast

@@ -7,8 +7,6 @@ the other, rounding each sum to bfloat16. Here a row of b is read where it is ad
 float32, side by side.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

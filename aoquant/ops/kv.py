@@ -4,8 +4,6 @@ On a CUDA device Triton writes the formats that vLLM writes by Triton, with its 
 one query token attends to the bytes themselves (`triton/kv_attend.py`). Everything else is `KVFormat`'s torch code.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

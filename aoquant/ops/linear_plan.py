@@ -14,8 +14,6 @@ bits      field
 csrc/linear_plan.cuh takes it apart. Compiled code holds the number alone, so what it asks are functions of the number.
 """
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """The ops of an embedding: rows of a quantised table, and the gradient of the table."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ none. Its operators are called inside this package's own opaque ones, but for `l
 itself; their fakes serve it and those who trace others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ there: `why_not` says so in words. Its operators are called inside this package'
 fakes.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass

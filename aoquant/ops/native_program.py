@@ -15,8 +15,6 @@ Python. `Slot` and `Name` are words that `native_program` replaces by numbers: a
 among slots, and names are a table of their own.
 """
 
-from __future__ import annotations
-
 import logging
 import struct
 from collections.abc import Callable, Iterable, Sequence

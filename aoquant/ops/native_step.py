@@ -5,8 +5,6 @@ It lies beside this file when the install built the CUDA kernels (`csrc/step_bui
 steps are repeated all the same, with an autograd function and ops of Python's.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

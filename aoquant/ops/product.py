@@ -1,7 +1,5 @@
 """Ops of a linear layer: the product of its forward, and the sum that is its bias's gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

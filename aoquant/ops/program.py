@@ -11,8 +11,6 @@ was written, no launch went past `Launch`, and a first run gives the bits of the
 (`Tensor.tolist` and `Tensor.numpy` use no operator: a function that is recorded calls neither.)
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +41,7 @@ LARGE = 1 << 16  # bytes of a result that is let go behind its last reader, and 
 ROOM = 1 << 29  # bytes that a recording may hold: a function that makes more keeps the device busy for long
 
 # The recorder of each thread that records. Other threads run as usual meanwhile.
-recorders: dict[int, Recorder] = {}
+recorders: "dict[int, Recorder]" = {}
 # Counts the launches of any Triton kernel inside a block; triton/launch.py puts it here when it is imported.
 count_launches: list[Callable[[], AbstractContextManager[list[int]]]] = []
 

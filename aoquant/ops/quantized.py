@@ -5,8 +5,6 @@
 A side holds codes, or what a matrix unit multiplies, or both: a kernel that makes both reads x once. `Ask` says which.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ autocast, forced backends, a CUDA graph's capture. Recording waits for the devic
 are recorded and no others: in batches of ever new lengths most calls run the function.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -115,12 +113,12 @@ class Repeats:
             family.bind(kind, there)
         return kind.program(arguments), kind
 
-    def family(self, kind: Kind) -> Family | None:
+    def family(self, kind: Kind) -> "Family | None":
         """Return the kinds that a library finds beside this one; None where it finds none of them."""
         return self._families.get((kind.how, kind.missing))
 
     @property
-    def only_family(self) -> Family | None:
+    def only_family(self) -> "Family | None":
         """Return the one family that there is; None where there is none, or another."""
         return next(iter(self._families.values())) if len(self._families) == 1 else None
 

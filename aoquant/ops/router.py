@@ -11,8 +11,6 @@ see `codec`). A forced name rules every role that has a backend of that name, or
 their backends make in one pass is then made in several (`fused`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -8,8 +8,6 @@ library and its Python are of one build.
 The file is read, not loaded: what is loaded registers its operators, and stays.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import mmap

@@ -7,8 +7,6 @@ encode expert by expert. A stack that is stored transposed, (E, K, N), becomes a
 kernel, the stack is transposed some experts at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 

@@ -6,8 +6,6 @@ The product does not change, the numbers that are rounded do: an outlier is spre
 is closer to normally distributed. A transform is a frozen value, like a format; `formats.Operand` holds one of each.
 """
 
-from __future__ import annotations
-
 import re
 
 from .hadamard import Hadamard

@@ -16,8 +16,6 @@ and the Triton kernels give the same bits. G log2 G additions instead of G^2 mul
 Source: QuaRot (Ashkboos et al., 2024) and QuIP# (Tseng et al., 2024) for Hadamard rotations in quantisation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ H is Sylvester's, by the butterflies of `Hadamard`, so every device makes the sa
 sqrt(size) in float32: there is no kernel to imitate whose entries are bf16, and a gain of 1.1e-4 would be a bias.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

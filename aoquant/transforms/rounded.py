@@ -12,8 +12,6 @@ The mask 0xD7E8 is TransformerEngine's default. Its kernels sum on tensor cores,
 Source: NVIDIA/TransformerEngine `hadamard_transform`, `NVFP4Quantizer`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

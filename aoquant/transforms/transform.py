@@ -7,8 +7,6 @@ float32 result. (Kernels that round it to bf16 first make other codes, .8 to 1.1
 The gradient of x_blk -> x_blk P^T is g_blk -> g_blk P. It also undoes the other side: (W T^-1) T = W.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ all, and other rows do not matter.
 Source: Chen et al., "WUSH: Near-Optimal Adaptive Transforms for LLM Quantization" (2025).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

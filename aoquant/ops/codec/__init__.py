@@ -13,8 +13,6 @@ a CPU (`tiles.py`); `triton_kernels.py` says which Triton kernels there are, `cu
 `cpu_codec.py` which of csrc/cpu's. A forced backend rules the roles that it has; the others choose freely.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Decoding in plain PyTorch is a dozen passes over float32 values, encoding a row 
 pass and one call. The numbers are those of `formats/`, to the last bit.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row", "fp8-ro
 operands in one launch, which costs the host less than Triton's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ takes one more, which transforms x and keeps its largest magnitude alone: cheape
 the two. Other formats encode what the transform wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ It calls no other backend, so that kernels are checked against the definition. A
 without it: `codec.quantize` transforms first, which is the definition too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Two kernels read x twice, once for the scale. This one keeps a part of x on the 
 cache. It needs every multiprocessor, so small tensors stay Triton's.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ are called.
 To add one: a file that ends in a tuple BACKENDS, and its name here.
 """
 
-from __future__ import annotations
-
 from . import (
     blackwell,
     cpu,

@@ -9,8 +9,6 @@ The tests run it against a double of the operator, which checks its arguments an
 (test/ops/test_blackwell.py). Never run on a Blackwell GPU: none was at hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

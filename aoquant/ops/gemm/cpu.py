@@ -13,8 +13,6 @@ passes; these kernels decode a code in a register.
 A prepared layer asks for the same (M, N, K) as the converted one and has the same kernels, so it has the same bits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ are; between two ranges, and between backends, the order of additions differs. A
 K) as the converted one, so it gets the same kernel.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

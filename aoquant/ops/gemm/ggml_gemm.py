@@ -10,8 +10,6 @@ of this one. If one side is not in ggml's blocks, both are decoded to float32, e
 a Triton kernel makes the same sums, bit for bit. Source: ggml `ggml_vec_dot_q4_0_q8_0_generic` and its like.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ the shuffle runs on the host, which no training step could afford; the fp8 GEMM 
 kernel's sums and epilogue, and returns its bytes.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import cache

@@ -5,8 +5,6 @@ It is no backend: the router chooses the codec's and the GEMM's, and where it ch
 GEMM, this operator makes those same launches. Recipe and weight are said by one integer (ops/linear_plan.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ e4m3 of 16, and all other factors are the format's `alpha`. GridFlip's signed sc
 layouts, and cannot.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format

@@ -17,8 +17,6 @@ Contract-tested against a double that checks every argument and multiplies what 
 one of them still serves the others.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

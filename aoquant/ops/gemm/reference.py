@@ -6,8 +6,6 @@ order of the additions is free. On the CPU and on the GPU these functions comput
 each addition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -8,8 +8,6 @@ rounding is that rounding, and nothing is left to do; with them, a Triton GEMM d
 there it hands over float32, and one small kernel scales, adds the bias and rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

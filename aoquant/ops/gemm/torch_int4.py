@@ -9,8 +9,6 @@ threads, so `cpu_reference` can follow it to the last bit (slowly: a float64 emu
 tiles of 16 k's in an order of its own; `cuda_reference` sums the same products in another.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

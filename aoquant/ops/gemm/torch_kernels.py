@@ -9,8 +9,6 @@ unit scales does the same for the kernels with fp8 activations, whose epilogues 
 higher priority where they are installed (mslk.py).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import cache
