@@ -42,37 +42,39 @@ def flat(values: Sequence[Any]) -> Flat:
     tensors: list[Tensor] = []
     numbers: list[int] = []
     words: list[str] = []
-
-    def put(value: Any) -> None:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            words.append("T")
-        elif value is None or isinstance(value, bool):
-            words.append(_WORDS[value])
-        elif isinstance(value, str):
-            words.append(f"'{value}")
-        elif isinstance(value, torch.dtype):
-            words.append(f":{str(value).removeprefix('torch.')}")
-        elif isinstance(value, Operand):
-            words.append(f"@{value.name}")
-        elif hasattr(value, "_fields"):
-            if all(field is None for field in value):
-                words.append("-")
-                return
-            words.append(f"({type(value).__name__}")
-            for field in value:
-                put(field)
-            words.append(")")
-        elif isinstance(value, Sequence):
-            numbers.extend(value)
-            words.append(f"#{len(value)}")
-        else:
-            numbers.append(value)
-            words.append("#")
-
     for value in values:
-        put(value)
+        _put(value, tensors, numbers, words)
     return Flat(tensors, numbers, "|".join(words))
+
+
+# no closure: one that calls itself would keep the tensors until a collection of cycles
+def _put(value: Any, tensors: list[Tensor], numbers: list[int], words: list[str]) -> None:
+    """Add a value."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        words.append("T")
+    elif value is None or isinstance(value, bool):
+        words.append(_WORDS[value])
+    elif isinstance(value, str):
+        words.append(f"'{value}")
+    elif isinstance(value, torch.dtype):
+        words.append(f":{str(value).removeprefix('torch.')}")
+    elif isinstance(value, Operand):
+        words.append(f"@{value.name}")
+    elif hasattr(value, "_fields"):
+        if all(field is None for field in value):
+            words.append("-")
+            return
+        words.append(f"({type(value).__name__}")
+        for field in value:
+            _put(field, tensors, numbers, words)
+        words.append(")")
+    elif isinstance(value, Sequence):
+        numbers.extend(value)
+        words.append(f"#{len(value)}")
+    else:
+        numbers.append(value)
+        words.append("#")
 
 
 class _Known(NamedTuple):

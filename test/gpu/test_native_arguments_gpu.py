@@ -9,14 +9,13 @@ import torch
 from support.csrc import schemas
 from support.wrong_arguments import accepted, wrong_calls
 
-from aoquant.ops import native
-from aoquant.ops.linear_plan import LinearPlan
+from aoquant.ops import linear_plan, native
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BF16 = torch.bfloat16
 M, N, K, GROUP = 4, 256, 256, 128
-PLAN = LinearPlan("int4", None, GROUP, 1, 0.0, False, True, True, BF16).packed()
+PLAN = linear_plan.packed("int4", None, GROUP, 1, 0.0, False, True, True, BF16)
 
 
 def calls() -> dict[str, dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_every_public_function_that_takes_a_model_is_here() -> None:
         for name in aoquant.__all__
         if inspect.isfunction(inspect.unwrap(function := getattr(aoquant, name)))
         for argument, p in inspect.signature(function).parameters.items()
-        if p.annotation == "nn.Module"
+        if p.annotation is nn.Module
     }
     assert taken == set(MODELS)
 
