@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import signal
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from support import forked
 from support.gpu import LateResult, no_waiting
 from support.light_runs import light_runs
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,7 +29,6 @@ from aoquant.integrations.finetune import finetune, master_adamw
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job import models, resuming
 from aoquant.integrations.job.options import Options
-from aoquant.integrations.job.resuming import Folder
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.integrations.text import ONE_TEXT, Documents
 from aoquant.linear.tensor import PackedTensor
@@ -429,25 +426,6 @@ def test_a_second_run_in_a_folder_at_work_is_refused(
     assert run("--recipe", "int8-weight", "--out", "a")[0] == 0  # free again
 
 
-def held(out: Path, begun: Any) -> None:
-    with Folder(job.Options(out=out)):
-        begun.put(True)
-        time.sleep(600)
-
-
-def test_a_killed_process_frees_its_folder(tmp_path: Path) -> None:
-    begun = forked.context.SimpleQueue()
-    process = forked.process(held, tmp_path / "out", begun)
-    assert begun.get()
-    with pytest.raises(ValueError, match="is in use"), Folder(job.Options(out=tmp_path / "out")):
-        pass
-    process.kill()
-    process.join()
-    with Folder(job.Options(out=tmp_path / "out")) as folder:
-        assert folder.lock.is_locked
-    assert not folder.lock.is_locked
-
-
 @pytest.mark.parametrize("there", [False, True])
 def test_a_refused_run_leaves_the_disk_as_it_was(run: Any, scored: list[str], there: bool, tmp_path: Path) -> None:
     """Refused by a layer, by a block beyond the positions, and by an export that does not fit."""
@@ -462,23 +440,6 @@ def test_a_refused_run_leaves_the_disk_as_it_was(run: Any, scored: list[str], th
     ):
         assert run(*more, "--out", str(out))[0] == 2 and scored == []
         assert {*tmp_path.rglob("*")} == before
-
-
-def test_a_refusal_keeps_a_run_that_can_go_on_and_the_lock_of_another_process(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with Folder(job.Options(out=out)) as folder:
-        folder.begin()
-        (folder.stages / "float.json").write_text("{}")
-    kept = {*out.rglob("*")}
-    assert {path.name for path in kept} == {"stages", "command.json", "float.json"}
-    with pytest.raises(ValueError, match="another command"), Folder(job.Options(out=out, steps=7)):
-        pass
-    assert {*out.rglob("*")} == kept
-    with Folder(job.Options(out=tmp_path / "new")) as folder:
-        with pytest.raises(ValueError, match="is in use"), Folder(job.Options(out=tmp_path / "new")):
-            pass
-        assert Path(folder.lock.lock_file).exists() and folder.lock.is_locked
-    assert not (tmp_path / "new").exists()
 
 
 def test_the_plan_is_checked_before_anything_is_scored(
