@@ -1,10 +1,9 @@
 """How csrc/step becomes a shared library, and why it sometimes does not.
 
-It is built beside the CUDA kernels, whose programs its nodes run; a C++ compiler and torch's headers are all it
-takes. Unlike its neighbours the library is written against torch's C++ interface, since the stable ABI has no
-autograd; so it holds the version of the torch that it was built with, and no other loads it. Building is an offer,
-never a condition: an install goes on where a torch to come has other interfaces. AOQUANT_BUILD_CSRC=0 leaves it out
-too.
+It is built beside the CUDA kernels, which its programs call; a C++ compiler and torch's headers are all it takes.
+Unlike its neighbours the library is written against torch's C++ interface, since the stable ABI has no autograd; so it
+holds the version of the torch that it was built with, and no other loads it. Building is an offer, never a condition:
+an install goes on where a torch to come has other interfaces. AOQUANT_BUILD_CSRC=0 leaves it out too.
 """
 
 from __future__ import annotations

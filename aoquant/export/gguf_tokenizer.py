@@ -10,13 +10,12 @@ are added, and the chat template are read by the `gguf` library. Source: llama.c
 import json
 import logging
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 
 _LOG = logging.getLogger("gguf.vocab")
 # a part of the expression that no other model's has -> llama.cpp's name; in this order
@@ -63,7 +62,7 @@ def add(writer: GGUFWriter, folder: Path, vocab_size: int, owner: str) -> None:
     finally:
         _LOG.removeFilter(said)
     for message in said.messages:
-        warnings.warn(f"gguf: the tokenizer of {owner}: {message}", AoquantWarning, stacklevel=2)
+        warn(f"gguf: the tokenizer of {owner}: {message}")
 
 
 class _Said(logging.Filter):

@@ -41,7 +41,7 @@ _CHANGED = (
 
 
 class InputCodes:
-    """One encoding of an input, and the layers that have it, each by the identity of its weight.
+    """Find one encoding of an input, and name the layers that have it, each by the identity of its weight.
 
     find: returns its four tensors, or None where one of them is gone. It has weak references to them, and the values of
         its single scales; csrc's step library has them of a call that it ran.

@@ -9,7 +9,6 @@ turn off, are not watched. The hooks of a model are plain functions, so that it 
 
 import sys
 import traceback
-import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.linear.checks import unread
 from aoquant.linear.kinds import is_packed
 from aoquant.linear.prepared import QATLayer
@@ -69,11 +68,9 @@ def _got_gradient(layer_of: weakref.ref[QATLayer], weight: Tensor) -> None:
         return
     handle.remove()
     if isinstance(layer, QATLayer) and layer.fake_quant and layer._parameters.get("weight") is weight:
-        warnings.warn(
+        warn(
             f"the weight of {layer.prepared.fqn or 'the layer'} got a gradient although the layer's forward has not run: it is read "
-            f"directly; {ADVICE}",
-            AoquantWarning,
-            stacklevel=2,
+            f"directly; {ADVICE}"
         )
 
 
@@ -115,9 +112,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
     if sys.exc_info()[1] is watch.handled:
         _take_hooks_away(module)
         if watch.found:
-            warnings.warn(
-                f"the weight of {watch.names()} is read directly in forward; {ADVICE}", AoquantWarning, stacklevel=2
-            )
+            warn(f"the weight of {watch.names()} is read directly in forward; {ADVICE}")
 
 
 class Watch(TorchFunctionMode):

@@ -4,14 +4,13 @@ Nothing here rounds. Codes and scales move as they are, into a tensor of the sam
 other codes is refused, and says what to do in its place.
 """
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.formats import FLOAT_DTYPES, tiles
 from aoquant.linear.tensor import PackedTensor, parts_of, same_bits
 
@@ -47,11 +46,9 @@ def _requires_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[st
         return requires_grad and getattr(packed, "_is_param", False)
 
     if asked(*args, **(kwargs or {})):
-        warnings.warn(
+        warn(
             f"packed codes ({args[0].format}) get no gradient, so an optimizer leaves them as they are: aoquant.unpack_(model) makes prepared "
-            "layers of them, which train on from these codes",
-            AoquantWarning,
-            stacklevel=4,
+            "layers of them, which train on from these codes"
         )
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

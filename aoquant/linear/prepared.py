@@ -5,7 +5,6 @@ checkpoints and tied layers hold the same module, parameters and hooks under the
 only its static and learned scales (held.py), and the state of a random backward.
 """
 
-import warnings
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar, Self
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aoquant._messages import AoquantWarning
+from aoquant._messages import warn
 from aoquant.distributed import ranks
 from aoquant.distributed.fsdp import swap_class
 from aoquant.formats import Encoded, Scales
@@ -264,7 +263,7 @@ class QATLinear(QATLayer, nn.Linear):
             state_dict.setdefault(prefix + RANDOM, fresh_state(self.prepared.config.seed, self.prepared.fqn))
         if (steps := self.prepared.recipe.history) and prefix + "weight" in state_dict:
             if any(prefix + name not in state_dict for name in DELAYED_STATE):
-                warnings.warn(NO_HISTORY, AoquantWarning, stacklevel=2)
+                warn(NO_HISTORY)
             for name, value in zip(DELAYED_STATE, fresh(3, steps), strict=True):
                 state_dict.setdefault(prefix + name, value)
         for name in (RANDOM, *DELAYED_STATE):  # states that an earlier recipe left, and this one does not read

@@ -169,7 +169,7 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("name", [*NAMES, "high-precision"])
 def test_a_row_has_a_scale_for_each_block(name: str) -> None:
-    """One where there is no block; values in high precision have neither."""
+    """Count one where there is no block, and none for values in high precision."""
     format = get_operand(name).format
     scale = format.encode(torch.randn(2 * format.tile_rows, 512, dtype=torch.bfloat16)).scale
     if name == "high-precision":

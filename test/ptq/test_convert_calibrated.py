@@ -201,7 +201,7 @@ def test_what_would_end_a_conversion_late_is_refused_before_the_work(
 
 @pytest.mark.parametrize("recipe", [r.name for r in list_recipes() if not r.experts])
 def test_a_plan_is_refused_where_its_export_is(recipe: str, folder: Path) -> None:
-    """Of every recipe, rounded to the nearest: the check before refuses no conversion that export takes."""
+    """Round to the nearest by every recipe: the check before refuses no conversion that export takes."""
     config = mixed(recipe)
     layout, size = engine_format(config), {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
     llama(vocab_size=len(byte_level()), **size).save_pretrained(folder / "model")
