@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -53,8 +54,8 @@ def prepare_layers(
         look = advice("filter_fn, or at the names in the config", "--layers and --skip")
         raise ValueError(f"calibrate_ptq: no layer is chosen: look at {look}")
     problems = weight_problems([*choice.layers, *choice.stacks])
-    for chosen in (*choice.layers, *choice.stacks):
-        fqn, stacked = chosen.fqn.partition(", ")[0], chosen.parameter != "weight"
+    for chosen, stacked in (*zip(choice.layers, repeat(False)), *zip(choice.stacks, repeat(True))):
+        fqn = chosen.fqn.partition(", ")[0]
         is_qat = isinstance(chosen.config, QATConfig)
         if is_qat and not stacked and (step is None or chosen.config.step != "prepare"):
             raise ValueError(

@@ -85,7 +85,9 @@ def test_a_plan_fits_loses_no_more_than_uniform_ones_and_is_a_config(tmp_path: P
     assert len(calibrate_ptq(model(), batches(), CalibrateConfig(found)).rows) == 7
 
 
-FAMILIES = [n if n in ("mixtral", "llama-4") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS | OTHERS]
+FAMILIES = [
+    n if n in ("mixtral", "llama-4", "jetmoe") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS | OTHERS
+]
 
 
 def bits_of(net: nn.Module) -> tuple[float, int, int]:
