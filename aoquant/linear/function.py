@@ -144,8 +144,10 @@ def quantized_linear(
     """
     packed, weight = (w, None) if isinstance(w, Encoded) else (None, w)
     given_x, key, tracing = x, recipe.key, torch.compiler.is_compiling()
+    changed = _is_any_autocast_enabled() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
     if (
         tracing
+        or changed
         or type(x) not in repeat.PLAIN
         or type(weight) not in repeat.PLAIN
         or x.dtype is not weight.dtype  # type: ignore[union-attr]
@@ -153,9 +155,6 @@ def quantized_linear(
         or x.device != weight.device  # type: ignore[union-attr]
         or x.shape[-1:] != weight.shape[-1:]  # type: ignore[union-attr]
         or recipe.contract != "aoquant"
-        or _is_any_autocast_enabled()
-        or _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
     ):
         x, stored = checked(x, w, recipe), w.codes if isinstance(w, Encoded) else w
         if sharding.is_sharded(x, stored):
@@ -164,10 +163,11 @@ def quantized_linear(
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
     nothing_beside = x_held is None and w_held is None and fixed is None and delayed is None
-    repeats = nothing_beside and not tracing and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
+    ordinary = nothing_beside and not tracing and not changed
+    repeats = ordinary and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
     if not tracing and not torch.is_grad_enabled():
         if repeats and weight is not None:
-            y = replay.step(x, weight, bias, NO_GRADIENT[:3], None, None, None, 0, key, 0)[0]
+            y = replay.product(x, weight, bias, key)
             if y is not None:
                 return y
         given = Given(key, packed, x_held, w_held, fixed=fixed)

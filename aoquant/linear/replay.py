@@ -85,6 +85,18 @@ _known: dict[int, _Known] = {}  # by a number that the library holds
 _numbers = count(1)
 
 
+def product(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, rank: int = 0) -> Tensor | None:
+    """Return y of a call that wants no gradient; None where no library knows it.
+
+    recipe, rank: as `function.Given`'s.
+    """
+    family = _forwards.told.get(_how(recipe, rank, _NO_NEEDS, bias))
+    if family is None or not _plain(x, w, bias) or repeat.watched():
+        return None
+    y: Tensor | None = native_step.operator("product")(family.number, x, w, bias)
+    return y
+
+
 def step(
     x: Tensor,
     w: Tensor,
@@ -102,22 +114,18 @@ def step(
 
     needs: whether x, w and bias want their gradients. Others: as `function.Given`'s.
     """
-    if repeat.unusual(x):
+    if True not in needs:
+        return product(x, w, bias, recipe, rank), rows, columns
+    if repeat.watched():
         return None, rows, columns
     of_rows = None if rows is None else rows.take(layer)
     of_columns = None if columns is None else columns.take(layer)
     family = _forwards.told.get(_how(recipe, rank, needs, bias, rows, columns, of_rows, of_columns))
-    if family is not None and type(x) in repeat.PLAIN and type(w) in repeat.PLAIN and type(bias) in _PLAIN_OR_NONE:
+    if family is not None and _plain(x, w, bias):
         given = [x, w] if bias is None else [x, w, bias]
         for codes in (of_rows, of_columns):
             if codes is not None:
                 given += [t for t in codes[:4] if t is not None]
-        if True not in needs:
-            try:
-                made, _ = family.run(family.number, given)
-            except Exception:  # the call's own error comes from its steps, one by one
-                made = None
-            return (made[0] if made else None), rows, columns
         made, number, call = native_step.operator("forward")(family.number, given, bias, random)
         if number >= 0:
             left = _known[number].left
@@ -127,15 +135,19 @@ def step(
     return None, rows and _Shared(of_rows, rows), columns and _Shared(of_columns, columns)
 
 
+def _plain(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    return type(x) in repeat.PLAIN and type(w) in repeat.PLAIN and (bias is None or type(bias) in repeat.PLAIN)
+
+
 def _how(
     recipe: str,
     rank: int,
     needs: Any,
     bias: Tensor | None,
-    rows: Any,
-    columns: Any,
-    of_rows: Encoded | None,
-    of_columns: Encoded | None,
+    rows: Any = None,
+    columns: Any = None,
+    of_rows: Encoded | None = None,
+    of_columns: Encoded | None = None,
     packed: Encoded | None = None,
 ) -> tuple[Any, ...]:
     """Return all about a call but its tensors. of_rows, of_columns: the codes that another layer left."""
@@ -276,4 +288,4 @@ def _flat_forward(
 
 
 _NOTHING = (None,) * 4
-_PLAIN_OR_NONE = (*repeat.PLAIN, type(None))
+_NO_NEEDS = (False,) * 3

@@ -188,15 +188,22 @@ def ordinary_call(arguments: Sequence[Tensor | None]) -> tuple[list[Tensor], int
 
 
 def unusual(t: Tensor) -> bool:
-    """Return whether something watches the operators (as tracers do), chooses the kernels, or captures them."""
+    """Return whether something watches the operators, changes them, chooses the kernels, or captures them."""
     return bool(
-        _len_torch_dispatch_stack()
+        watched()
         or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
-        or _is_torch_function_mode_enabled()
-        or recording()  # whose mode is no mode to what it calls
         or router.forcing()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or compiled_autograd.compiled_autograd_enabled
         or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
+    )
+
+
+def watched() -> bool:
+    """Return whether something watches the operators, as tracers do: it would see one in place of all."""
+    return bool(
+        _len_torch_dispatch_stack()
+        or _is_torch_function_mode_enabled()
+        or recording()  # whose mode is no mode to what it calls
+        or compiled_autograd.compiled_autograd_enabled
     )

@@ -238,6 +238,9 @@ class Slots {
 };
 
 inline Tensor made_of(const Step& step, c10::Device device) {
+  // as torch's own operator does it, which fills the memory then
+  if (at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory())
+    return at::empty_strided(step.sizes, step.strides, at::TensorOptions(step.type).device(device));
 #ifdef AOQUANT_CUDA
   // by the allocator that a program may have put in place of torch's own
   if (device.is_cuda()) return Tensor(at::detail::empty_strided_cuda(step.sizes, step.strides, step.type, device));

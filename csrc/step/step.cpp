@@ -140,6 +140,20 @@ struct QuantizedLinearBackward : Node {
   }
 };
 
+// The program of a layer's call, where programs may run now and one is known.
+Bound ordinary_bound(int64_t family, const Tensors& given) { return ordinary(given) ? bound(family, given) : Bound{}; }
+
+// y of a forward of `family` that needs no gradient; none where the call is not known, or its program fails.
+std::optional<Tensor> product(int64_t family, const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias) {
+  Tensors given{x, w};
+  if (bias) given.push_back(*bias);
+  try {
+    if (const Bound found = ordinary_bound(family, given); found.program != nullptr) return std::move(run(*found.program, given)[0]);
+  } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one
+  }
+  return std::nullopt;
+}
+
 // Results of a forward of `family` that autograd does not keep, y first, with y's node, Python's number of its kind, and
 // the number of the call if it shares tensors, else 0; nothing and -1 where the call is not known, or its program fails.
 // given: x, w, bias where there is one, and what else forward reads.
@@ -148,7 +162,7 @@ std::tuple<Tensors, int64_t, int64_t> forward(int64_t family, Tensors given, con
   Bound found;
   Tensors made;
   try {
-    found = bound(family, given);
+    found = ordinary_bound(family, given);
     if (found.kind == nullptr) return {Tensors(), -1, 0};
     made = run(*found.program, given);
   } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one; a hook's is the caller's
@@ -290,6 +304,7 @@ TORCH_LIBRARY(aoquant_step, m) {
   m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
   m.def("family_forget(int family) -> ()");
   m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
+  m.def("product(int family, Tensor x, Tensor w, Tensor? bias) -> Tensor?");
   m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int, int)");
   m.def("learn(int program, int number, int family, int saved, int[] shared, int asked) -> ()");
   m.def("shared(int call) -> Tensor[]");
@@ -305,6 +320,7 @@ TORCH_LIBRARY_IMPL(aoquant_step, CompositeImplicitAutograd, m) {
   m.impl("family_bind", &bind);
   m.impl("family_forget", &forget_family);
   m.impl("family_run", &run_family);
+  m.impl("product", &product);
   m.impl("forward", &forward);
   m.impl("learn", &learn);
   m.impl("shared", &shared_by);

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from aoquant import ops, quantize_
 from aoquant.linear import function, replay
@@ -149,6 +151,29 @@ def test_a_backward_reads_what_the_environment_forces(model: nn.Module, monkeypa
         assert len(ran) == bool(forced)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_without_gradients_is_the_librarys_where_it_is_ordinary(
+    grad: bool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, not where something watches, changes or chooses the operators; the bits are the same."""
+    found, real = list[Tensor | None](), replay.product
+    monkeypatch.setattr(replay, "product", lambda *given: found.append(real(*given)) or found[-1])
+    x, want = tokens().detach(), model(tokens()).detach()
+    model.requires_grad_(False)
+    forced = partial(ops.backend, "reference")
+    changed = [partial(FlopCounterMode, display=False), forced, BaseTorchFunctionMode]
+    within: list[Any] = [*[nullcontext] * 5, *changed, partial(torch.autocast, "cpu", torch.bfloat16), nullcontext]
+    with torch.set_grad_enabled(grad):
+        for i, around in enumerate(within):
+            found.clear()
+            with around():
+                y = model(x)
+            whole = i == 4 or i == len(within) - 1
+            assert torch.equal(y, want) and (i < 4 or ([t is y for t in found if t is not None] == [True] * whole)), i
+        monkeypatch.setenv("AOQUANT_BACKEND", "reference")
+        assert torch.equal(model(x), want) and found[1] is None
+
+
 def test_a_program_that_fails_is_left_to_python() -> None:
     """An error of the forward's own, by a program that reads a tensor before any is there."""
     given = pair()
@@ -158,6 +183,7 @@ def test_a_program_that_fails_is_left_to_python() -> None:
     with pytest.raises(RuntimeError, match="not there"):
         operator("program_run")(program, given)
     assert operator("forward")(1 << 41, given, None, None) == ([], -1, 0)
+    assert operator("product")(1 << 41, *given, None) is None
     operator("family_forget")(1 << 41)
     operator("program_forget")(program)
 

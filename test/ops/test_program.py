@@ -204,6 +204,14 @@ def test_the_library_makes_what_is_empty(library: Any) -> None:
     assert view.shape == (0, 4) and made.shape == (0, 0)
 
 
+def test_the_library_fills_its_memory_where_torch_does(library: Any) -> None:
+    """Where algorithms are deterministic, as in all tests: what no kernel writes is NaN."""
+    repeat = recorded(lambda x, y: [torch.empty_like(x), x + y], *pair())
+    assert repeat is not None and repeat.native is not None
+    made = repeat(pair())[0]
+    assert made is not None and bool(made.isnan().all())
+
+
 def test_an_error_in_the_library_is_the_operators_own(library: Any) -> None:
     repeat = recorded(lambda x, y: [torch.mm(x, y.t())], *pair())
     assert repeat is not None and repeat.native is not None
