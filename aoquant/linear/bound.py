@@ -12,6 +12,7 @@ forced backend. For any other call it returns None, and the caller takes the gen
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -26,12 +27,12 @@ from torch._C import (
 from torch.autograd import forward_ad
 
 from aoquant.formats import Encoded, Scales
-from aoquant.linear.function import Given, multiply
+from aoquant.linear import replay
+from aoquant.linear.function import NO_GRADIENT, Given, multiply
 from aoquant.linear.recipe import LinearRecipe
-from aoquant.ops import codec, gemm_request, input_error, reads, router
+from aoquant.ops import codec, gemm_request, input_error, reads, repeat, router
 from aoquant.ops.gemm import one_call
 from aoquant.ops.quantized import Ask
-from aoquant.ops.repeat import PLAIN
 
 _MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a multiplier for, which takes about a kilobyte
 Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> y (..., N)
@@ -62,7 +63,7 @@ class BoundWeight:
         self.readers: WeakSet[Any] = WeakSet()
 
     def end(self) -> None:
-        """Forget the multipliers, which hold codes and this, and have the layers that read it forget their views."""
+        """Forget the multipliers, which hold codes, and have the layers that read it forget their views."""
         self._multipliers = {}
         for reader in list(self.readers):
             reader.forget(self)
@@ -86,7 +87,7 @@ class BoundWeight:
         """y (..., N) = x (..., K) W^T + bias; None for a call that is not ordinary. Only without gradients."""
         if (
             x.dtype is not self._dtype
-            or type(x) not in PLAIN
+            or type(x) not in repeat.PLAIN
             or not self.ordinary
             or x.device != self._device
             or _len_torch_dispatch_stack()
@@ -95,7 +96,7 @@ class BoundWeight:
             or (
                 bias is not None
                 and (
-                    type(bias) not in PLAIN
+                    type(bias) not in repeat.PLAIN
                     or bias.device != self._device
                     or bias.shape != (self._n,)
                     or not bias.is_contiguous()
@@ -124,26 +125,48 @@ class BoundWeight:
         return multiplier
 
     def _multiplier(self, m: int) -> Multiplier:
-        """Return what multiplies m rows: the backend's product, with W bound to it, or else the general forward."""
+        """Return what multiplies m rows: csrc's operator, a program of csrc's step library, or `_direct`.
+
+        It holds the codes and not this, so that both end with their weight.
+        """
         recipe, w, given = self._recipe, self._w, self._given
-
-        def general(x: Tensor, bias: Tensor | None) -> Tensor:
-            y, _ = multiply(x, None, bias, given)
-            return y
-
+        general = partial(_general, given)
+        x_as, w_as, dtype = recipe.fprop_input, recipe.fprop_weight, self._dtype
         if not m or given.x_held is not None:
             return general
-        x_as, w_as, dtype, k = recipe.fprop_input, recipe.fprop_weight, self._dtype, self._k
         number = one_call.number(recipe.contract, x_as, w_as, w, dtype, m)
-        request = gemm_request(recipe.contract, x_as, w_as, w, dtype, m)
         if number is not None:
-            router.told(request, one_call.NAME)
+            router.told(gemm_request(recipe.contract, x_as, w_as, w, dtype, m), one_call.NAME)
             return one_call.multiplier(number, w_as.format, w, dtype, general)
+        direct = self._direct(m, general)
+        # numbers of many rows, as prompts have, seldom come again, and their kernels take longer than Python
+        if x_as is None or m > one_call.MOST_ROWS or w.codes.get_device() < repeat.FIRST_DEVICE:
+            return direct
+
+        in_python = False
+
+        def repeated(x: Tensor, bias: Tensor | None) -> Tensor:
+            nonlocal in_python
+            if in_python:
+                return direct(x, bias)
+            y = replay.packed_product(x, w, bias, recipe.key)
+            if y is None:
+                y, _, _, kind = replay.forward(multiply, x, None, bias, given, NO_GRADIENT)
+                in_python = kind is not None and kind.stays_in_python
+            return y
+
+        return repeated
+
+    def _direct(self, m: int, general: Multiplier) -> Multiplier:
+        """Return the backend's product, with W bound to it, or else `general`."""
+        recipe, w, dtype, k = self._recipe, self._w, self._dtype, self._k
+        x_as, ask = recipe.fprop_input, Ask(False, dtype)
+        request = gemm_request(recipe.contract, x_as, recipe.fprop_weight, w, dtype, m)
         found = router.route(request)
         product = None if found.bind is None else found.bind(request, w)
         if product is None:
             return general
-        bound, ask = product, Ask(False, dtype)
+        bound = product
 
         def weights(x: Tensor, bias: Tensor | None) -> Tensor:
             if x.dim() == 2:
@@ -168,3 +191,8 @@ class BoundWeight:
             if made.zero is not None or made.outer is not None:  # a product has no place for them
                 return general
         return {"operand": operands, "codes": codes}.get(read, general)
+
+
+def _general(given: Given, x: Tensor, bias: Tensor | None) -> Tensor:
+    y, _ = multiply(x, None, bias, given)
+    return y

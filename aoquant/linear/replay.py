@@ -90,10 +90,22 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, rank: int = 
 
     recipe, rank: as `function.Given`'s.
     """
-    family = _forwards.told.get(_how(recipe, rank, _NO_NEEDS, bias))
-    if family is None or not _plain(x, w, bias) or repeat.watched():
+    if not _plain(x, w, bias):
         return None
-    y: Tensor | None = native_step.operator("product")(family.number, x, w, bias)
+    return _product([x, w] if bias is None else [x, w, bias], _how(recipe, rank, _NO_NEEDS, bias))
+
+
+def packed_product(x: Tensor, packed: Encoded, bias: Tensor | None, recipe: str) -> Tensor | None:
+    """Return `product` of an encoded weight. x and bias are plain tensors."""
+    given = [t for t in (x, bias, *packed[:4]) if t is not None]
+    return _product(given, _how(recipe, 0, _NO_NEEDS, bias, packed=packed))
+
+
+def _product(given: list[Tensor], how: tuple[Any, ...]) -> Tensor | None:
+    family = _forwards.told.get(how)
+    if family is None or repeat.watched():
+        return None
+    y: Tensor | None = native_step.operator("product")(family.number, given)
     return y
 
 
@@ -153,7 +165,7 @@ def _how(
     """Return all about a call but its tensors. of_rows, of_columns: the codes that another layer left."""
     found = None if of_rows is None is of_columns else (_shape(of_rows), _shape(of_columns))
     alone = rows is None, columns is None
-    return recipe, rank, *needs, bias is None, *alone, found, packed and packed.k, router.generation()
+    return recipe, rank, *needs, bias is None, *alone, found, _shape(packed), router.generation()
 
 
 def _shape(codes: Encoded | None) -> Any:
@@ -262,7 +274,7 @@ def forward(
         if left is not None:
             codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
-    if known is not None and w is not None and True not in needs:
+    if known is not None and True not in needs:
         learn(known, False, needs[:3], None)
     return made[0], made[1 : 1 + note.saved], note.layout, known
 

@@ -50,6 +50,11 @@ class Kind:
         self.note: Any = None
         self.left_to_library = False
 
+    @property
+    def stays_in_python(self) -> bool:
+        """Return whether its calls cannot be recorded, or no library runs their program."""
+        return self.program is NEVER or (isinstance(self.program, Program) and self.program.native is None)
+
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:

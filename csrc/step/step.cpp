@@ -144,9 +144,8 @@ struct QuantizedLinearBackward : Node {
 Bound ordinary_bound(int64_t family, const Tensors& given) { return ordinary(given) ? bound(family, given) : Bound{}; }
 
 // y of a forward of `family` that needs no gradient; none where the call is not known, or its program fails.
-std::optional<Tensor> product(int64_t family, const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias) {
-  Tensors given{x, w};
-  if (bias) given.push_back(*bias);
+std::optional<Tensor> product(int64_t family, const Tensors& given) {
+  TORCH_CHECK(!given.empty(), "a forward has an input");
   try {
     if (const Bound found = ordinary_bound(family, given); found.program != nullptr) return std::move(run(*found.program, given)[0]);
   } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one
@@ -304,7 +303,7 @@ TORCH_LIBRARY(aoquant_step, m) {
   m.def("family_bind(int family, int program, Tensor[] arguments) -> ()");
   m.def("family_forget(int family) -> ()");
   m.def("family_run(int family, Tensor[] arguments) -> (Tensor[], int)");
-  m.def("product(int family, Tensor x, Tensor w, Tensor? bias) -> Tensor?");
+  m.def("product(int family, Tensor[] given) -> Tensor?");
   m.def("forward(int family, Tensor[] given, Tensor? bias, Tensor? random) -> (Tensor[], int, int)");
   m.def("learn(int program, int number, int family, int saved, int[] shared, int asked) -> ()");
   m.def("shared(int call) -> Tensor[]");

@@ -4,8 +4,11 @@ raise or race, blocks that choose kernels, and the ops of compiled steps.
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -174,6 +177,54 @@ def test_a_call_without_gradients_is_the_librarys_where_it_is_ordinary(
         assert torch.equal(model(x), want) and found[1] is None
 
 
+PACKED = ["fp8-hybrid", "nvfp4", "nvfp4-training", "int8-int4", "mxfp8", "int8"]
+
+
+@pytest.mark.parametrize("recipe", PACKED)
+@pytest.mark.parametrize("shape", [(1,), (2, 3)])
+def test_a_packed_layer_of_few_rows_is_the_librarys(
+    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both layers by one program, with the bits of the bound kernels; codes that are written in place are seen."""
+    found, real = list[Tensor | None](), replay.packed_product
+    monkeypatch.setattr(replay, "packed_product", lambda *given: found.append(real(*given)) or found[-1])
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    model = nn.ModuleList([nn.Linear(256, 128, dtype=torch.bfloat16) for _ in range(2)])
+    quantize_(model, get_recipe(recipe).make())
+    x = torch.randn(*shape, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = [layer(x) for layer in model]
+        assert not found
+        monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+        first, second = copy.deepcopy(model)
+        for i in range(4):
+            assert torch.equal(first(x), want[0]), i
+        assert torch.equal(second(x), want[1]) and [y is None for y in found] == [True] * 3 + [False] * 2
+        first.load_state_dict(second.state_dict())
+        assert torch.equal(first(x), want[1]) and found[-1] is not None
+        many = torch.randn(257, 256, dtype=torch.bfloat16)
+        assert torch.equal(first(many), model[1](many)) and len(found) == 6
+    codes = weakref.ref(first.weight.bound._w.codes)
+    gc.disable()
+    del first
+    assert codes() is None
+    gc.enable()
+
+
+def test_a_packed_layer_that_no_library_runs_keeps_its_bound_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = list[Any](), replay.packed_product
+    monkeypatch.setattr(replay, "packed_product", lambda *given: asked.append(given) or real(*given))
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+    monkeypatch.setattr(native_step, "why_not", lambda: "absent")
+    model = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16))
+    quantize_(model, get_recipe("fp8-hybrid").make())
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        ys = [model(x) for _ in range(5)]
+    assert len(asked) == 2 and all(torch.equal(y, ys[0]) for y in ys)
+
+
 def test_a_program_that_fails_is_left_to_python() -> None:
     """An error of the forward's own, by a program that reads a tensor before any is there."""
     given = pair()
@@ -183,7 +234,7 @@ def test_a_program_that_fails_is_left_to_python() -> None:
     with pytest.raises(RuntimeError, match="not there"):
         operator("program_run")(program, given)
     assert operator("forward")(1 << 41, given, None, None) == ([], -1, 0)
-    assert operator("product")(1 << 41, *given, None) is None
+    assert operator("product")(1 << 41, given) is None
     operator("family_forget")(1 << 41)
     operator("program_forget")(program)
 
