@@ -10,12 +10,13 @@ cross: the tensors that are there, the integers, which may be symbolic, and one 
     @nvfp4 an operand             'text        a string
     (Encoded ... )                a NamedTuple of what stands between; one without any part is None
 
-A step of training repeats its calls word by word. So what the words say is worked out once and becomes a Python
-expression (`Arguments.read`), in which what holds neither a tensor nor an integer is a constant.
+A step of training repeats its calls word by word. So what the words say is worked out once (`Arguments.read`), and what
+holds neither a tensor nor an integer is made then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -77,53 +78,51 @@ def _put(value: Any, tensors: list[Tensor], numbers: list[int], words: list[str]
         words.append("#")
 
 
-class _Known(NamedTuple):
-    """A value that every call with these words has."""
-
-    value: Any
+Part = partial[Any]  # a function of a call's tensors and numbers
 
 
 class _Reader:
-    """Turn words into Python expressions of the tensors t and the numbers n of a call.
+    """Turn words into parts of a call's arguments, which are functions of its tensors and numbers.
 
-    types: the NamedTuples that words name. names: what the expressions call by a name.
+    types: the NamedTuples that words name.
     """
 
     def __init__(self, words: str, types: dict[str, Any]) -> None:
         self._words, self._types = iter(words.split("|")), types
-        self._tensors = self._numbers = 0
-        self.names: dict[str, Any] = {}
+        self._tensors, self._numbers = count(), 0
 
-    def values(self) -> Iterator[str | _Known]:
-        """Yield each value up to the end of the words, or of the tuple that they are in."""
+    def parts(self) -> Iterator[Part]:
+        """Yield each part up to the end of the words, or of the tuple that they are in."""
         for word in self._words:
             if word == ")":
                 return
             if word == "T":
-                yield f"t[{self._tensors}]"
-                self._tensors += 1
+                yield partial(_tensor, next(self._tensors))
             elif word[0] == "#":
                 first, self._numbers = self._numbers, self._numbers + int(word[1:] or 1)
-                yield f"n[{first}:{self._numbers}]" if word[1:] else f"n[{first}]"
+                yield partial(_number, slice(first, self._numbers) if word[1:] else first)
             elif word[0] == "(":
-                make, parts = self._types[word[1:]], list(self.values())
-                known = [part.value for part in parts if isinstance(part, _Known)]
-                alike = len(known) == len(parts)
-                yield _Known(make(*known)) if alike else f"{self.written(_Known(make))}({self.joined(parts)})"
+                make, parts = self._types[word[1:]], list(self.parts())
+                made = partial(_made, make, parts)
+                yield partial(_known, made((), ())) if all(part.func is _known for part in parts) else made
             else:
-                yield _Known(_LITERALS[word] if word in _LITERALS else _CONSTANTS[word[0]](word[1:]))
+                yield partial(_known, _LITERALS[word] if word in _LITERALS else _CONSTANTS[word[0]](word[1:]))
 
-    def written(self, value: str | _Known) -> str:
-        """Return the expression of a value."""
-        if isinstance(value, str):
-            return value
-        name = f"c{len(self.names)}"
-        self.names[name] = value.value
-        return name
 
-    def joined(self, values: Iterable[str | _Known]) -> str:
-        """Return the expressions of values, as they stand in a list."""
-        return ", ".join(self.written(value) for value in values)
+def _known(value: Any, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+    return value
+
+
+def _tensor(at: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    return tensors[at]
+
+
+def _number(at: Any, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+    return numbers[at]
+
+
+def _made(make: Any, parts: Sequence[Part], tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+    return make(*[part(tensors, numbers) for part in parts])
 
 
 _CONSTANTS: dict[str, Callable[[str], Any]] = {"'": str, ":": partial(getattr, torch), "@": get_operand}
@@ -163,15 +162,14 @@ class Arguments:
         self.names = list(hints)
         self.tensors = [(i, at) for i, hint in enumerate(hints.values()) for at in _places(hint)]
         self.types = {named.__name__: named for hint in hints.values() for named in _tuples(hint)}
-        self._readers: dict[str, Callable[[Sequence[Tensor], Sequence[int]], list[Any]]] = {}
+        self._parts: dict[str, list[Part]] = {}  # by words
 
     def read(self, tensors: Sequence[Tensor], numbers: Sequence[int], words: str) -> list[Any]:
         """`flat`'s inverse."""
-        reader = self._readers.get(words)
-        if reader is None:
-            made = _Reader(words, self.types)
-            reader = self._readers[words] = eval(f"lambda t, n: [{made.joined(made.values())}]", made.names)
-        return reader(tensors, numbers)
+        parts = self._parts.get(words)
+        if parts is None:
+            parts = self._parts[words] = list(_Reader(words, self.types).parts())
+        return [part(tensors, numbers) for part in parts]
 
     def named(self, given: Sequence[Any]) -> SimpleNamespace:
         return SimpleNamespace(**dict(zip(self.names, given, strict=True)))
