@@ -84,9 +84,8 @@ class MX(Format):
         return self._blocks(self._values(e)).mul_(self._scale(e).unsqueeze(-1)).flatten(1).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        x_RGB = self._blocks(x_RK).float()
         limit = self._scale(e) * rounding_limit(self.element)
-        return (x_RGB.abs() > limit.unsqueeze(-1)).flatten(1)
+        return (self._blocks(x_RK).abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         holds_data = (self._blocks(self._values(e)) != 0).any(-1)
@@ -194,7 +193,7 @@ class NVFP4(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         limit = e.scales.float() * (e.outer if e.outer is not None else 1.0) * rounding_limit("e2m1")
-        return (self._blocks(x_RK).float().abs() > limit.unsqueeze(-1)).flatten(1)
+        return (self._blocks(x_RK).abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         return (e.scales.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)

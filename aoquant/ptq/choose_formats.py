@@ -307,7 +307,7 @@ def _scores(
         return scored(fqn, x, y, module.bias)
 
     def product(fqn: str, matrices: Sequence[Tensor], expert: int, x: Tensor) -> Tensor:
-        y = F.linear(x, matrices[expert].to(x.dtype))
+        y = F.linear(x, matrices[expert])
         if not len(x):
             return y
         # rows of padding may hold NaN, and rows of experts do not tell padding from tokens: the logits do

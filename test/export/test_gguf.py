@@ -226,6 +226,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_tensor_that_gguf_has_no_name_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2 has no norms of queries and keys: the file would hold another model."""
+    monkeypatch.setitem(gguf_arch.ARCHITECTURES, "Qwen3ForCausalLM", gguf_arch.ARCHITECTURES["Qwen2ForCausalLM"])
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=32), dtype=torch.float32)
+    quantize_(model, PackedWeightConfig("q8_0"))
+    with pytest.raises(ValueError, match=r"gguf: qwen2 .*model\.layers\.0\.self_attn\.k_norm\.weight"):
+        export(model, tmp_path / "out", "gguf", byte_level())
+    assert not (tmp_path / "out").exists()
+
+
 def exported_warnings(model: Any, out: Path) -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         export(model, out, "gguf", byte_level())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aoquant import MXFP4WeightConfig, NVFP4WeightConfig, quantize_
-from aoquant.formats import get_format
+from aoquant.formats import Scales, get_format
 
 
 def test_convert_warns_of_blocks_on_the_floor_by_name() -> None:
@@ -73,3 +73,21 @@ def test_an_integers_scale_is_on_the_floor_of_its_own_dtype(dtype: torch.dtype, 
     assert not fmt.floored(coded).any()
     tiny = coded._replace(scale=torch.full_like(coded.scales, 2.0**-24))
     assert fmt.floored(tiny).all() == fmt.floored(tiny).any() == floored
+
+
+@pytest.mark.parametrize(("largest", "floored"), [(3.0, True), (4.0, False), (6.0, False)])
+def test_a_block_of_nvfp4_is_on_the_floor_where_its_largest_code_is_below_four(largest: float, floored: bool) -> None:
+    """A search gives blocks 4 as their largest code, and their scales are as they should be."""
+    x = torch.linspace(-1, 1, 16).view(1, 16) * largest * 2.0**-6
+    for name in ("nvfp4-none", "nvfp4-search-none"):
+        fmt = get_format(name)
+        held = Scales(torch.full((1, 1), 2.0**-6).to(torch.float8_e4m3fn))
+        assert fmt.floored(fmt.hold(x, held)).tolist() == [[floored]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_scale_that_hqq_fits_is_on_the_floor_at_float32s_eps(dtype: torch.dtype) -> None:
+    fmt = get_format("intx4-g32-hqq")
+    for value, floored in ((1.0, False), (2.0**-18, False), (2.0**-21, True), (0.0, True)):
+        e = fmt.encode(torch.full((2, 64), value, dtype=dtype))
+        assert (fmt.floored(e) == floored).all(), value

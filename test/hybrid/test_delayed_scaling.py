@@ -80,6 +80,19 @@ def test_a_layer_encodes_by_the_factors_of_earlier_steps(steps: int, select: str
             a.append(float(t.abs().max()))
 
 
+@pytest.mark.parametrize("n", [8, 40])
+def test_outputs_that_are_no_multiple_of_what_the_kernel_takes_are_padded(n: int) -> None:
+    """dy is encoded once, as it is, and the codes of W^T have zeros behind N."""
+    linear, (x, g) = layer(config(16), n=n), data(n=n)
+    got = step(linear, x, g)
+    w_hat, g_hat = (
+        f.decode(f.encode(t, Scales(torch.ones(1, 1))), torch.float32)
+        for f, t in ((get_format(E4M3), linear.weight.detach()), (get_format(E5M2), g))
+    )
+    wanted = g_hat @ w_hat
+    assert (got["x"].float() - wanted).square().sum() / wanted.square().sum() < 1e-5, "bf16 rounds once"
+
+
 @pytest.mark.parametrize("margin", [2, -1])
 def test_a_margin_makes_factors_smaller(margin: int) -> None:
     """TransformerEngine's scale: (largest / amax) / 2^margin; what a margin below 0 pushes out of range saturates."""

@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_files_are_those_of_the_long_way(name: str, floats: dict[bool, Path], tm
     loaded = load_pretrained(tmp_path / "out")
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (name != "mixed, head")
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_progress_names_the_tensors_in_lines(
+    floats: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aoquant._messages.SECONDS", 0.0)
+    convert_checkpoint(floats[True], "int4-g32", tmp_path / "out")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("convert: ")]
+    named = [match[1] for line in lines if (match := re.search(r", tensor=([^,]+),", line))]
+    assert {"model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"} <= {*named}
 
 
 def outcome(make: Any, *arguments: Any) -> str:

@@ -73,6 +73,9 @@ def test_every_part_of_every_format_is_checked() -> None:
                 for value in bad:
                     with pytest.raises((ValueError, AttributeError)):
                         type(w)(**{**good, name: value})
+            if type(w) is PackedTensor:  # parts of a stack, which fit each other
+                with pytest.raises(ValueError, match="codes"):
+                    PackedTensor(**good | {name: t.unsqueeze(0) for name, t in tensors.items()})
             for name in {"scale", "zero_point", "per_tensor_scale", "act_pre_scale"} - tensors.keys():
                 with pytest.raises(ValueError, match=name):
                     type(w)(**{**good, name: torch.ones(2, 2)})

@@ -52,6 +52,22 @@ def test_a_layer_compiled_after_another_format_has_no_symbols() -> None:
     assert len(inputs) == 3 and all(type(i) is Tensor or isinstance(i, nn.Parameter) for given in inputs for i in given)
 
 
+def test_codes_of_a_weight_keep_sizes_that_a_compiler_may_take_for_symbols() -> None:
+    """The layer's own views have constant sizes; the weight's parts are a user's to compile with."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, given: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(lambda codes: codes + 1, backend=keep, dynamic=True)
+    for name in ("int4-g32", "nvfp4-act"):
+        codes = packed(name).weight.qdata
+        for rows in (codes, codes[:8].clone()):
+            assert torch.equal(run(rows), rows + 1)
+    assert len(graphs) == 1
+
+
 def test_a_compiled_step_has_one_op_and_guards_on_no_subclass() -> None:
     from torch._dynamo.backends.common import aot_autograd
 

@@ -12,6 +12,7 @@ import torch
 from support.moe_models import model_of
 from support.trainers import trainer
 from torch import nn
+from torchao.quantization import FqnToConfig
 
 from aoquant import (
     Cast,
@@ -128,6 +129,25 @@ def test_packed_experts_have_the_values_of_the_float32_model(family: str) -> Non
         assert torch.equal(made.quantised_weight(name), of.quantised_weight(name))
         a, b = (m.encode_expert(name, 2, torch.float32) for m in (made, of))
         assert torch.equal(a.codes, b.codes) and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+
+
+def test_a_parameter_that_is_prepared_afterwards_is_encoded_as_in_the_float32_model() -> None:
+    """Its parameter is no master, beside one that is."""
+    plain = small("mixtral")
+    packed = copy.deepcopy(plain)
+    first = FqnToConfig({"re:.*gate_up_proj": QATConfig("mxfp4")})
+    then = FqnToConfig({"re:.*down_proj": QATConfig("nvfp4")})
+    quantize_(plain, first)
+    quantized_model_init(packed, first)
+    for model in (plain, packed):
+        quantize_(model, then)
+    of, made = (m.model.layers[0].mlp.experts for m in (plain, packed))
+    assert isinstance(made.gate_up_proj, GatheredWeight) and isinstance(made.down_proj, nn.Parameter)
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(made.quantised_weight(name), of.quantised_weight(name))
+        a, b = (m.encode_expert(name, 2, torch.float32) for m in (made, of))
+        assert torch.equal(a.codes, b.codes) and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+    assert torch.equal(plain(input_ids=IDS).logits, packed(input_ids=IDS).logits)
 
 
 def test_a_bf16_model_trains_on_float32_masters() -> None:

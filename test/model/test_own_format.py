@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import aoquant
-from aoquant import QATConfig, formats, quantize_
+from aoquant import PackedWeightConfig, QATConfig, formats, quantize_
 from aoquant.formats import Encoded, Format, Scales, get_operand, layout, register_format
 
 MAGNITUDES = torch.tensor(
@@ -75,6 +75,17 @@ class ReadsValues(E3M2):
         return super().measure(x_RK.nan_to_num() if x_RK.isnan().any() else x_RK)
 
 
+@dataclass(frozen=True)
+class Fitted(E3M2):
+    """Takes a gradient while it measures, as a format does that fits its scales to the weight."""
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        with torch.enable_grad():
+            gain = torch.ones((), device=x_RK.device, requires_grad=True)
+            (x_RK.float() * gain).square().sum().backward()
+        return super().measure(x_RK)
+
+
 class Unfinished(E3M2):
     """A first draft, which inherits two methods of `Format` that raise."""
 
@@ -110,6 +121,14 @@ def test_a_format_with_e8m0_scales_goes_the_whole_way(own: E3M2) -> None:
     quantize_(again, QATConfig(step="convert"))
     again.load_state_dict(converted.state_dict())
     assert torch.equal(again(x), prepared(x))
+
+
+def test_a_format_that_takes_a_gradient_leaves_none_on_the_weight_that_it_converts(own: E3M2) -> None:
+    register_format(Fitted("own-fitted"))
+    model = nn.Sequential(nn.Linear(64, 32))
+    weight = model[0].weight
+    quantize_(model, PackedWeightConfig("own-fitted"))
+    assert torch.equal(model[0].weight.qdata, own.encode(weight.detach()).codes) and weight.grad is None
 
 
 def test_values_inside_codes_of_any_width_keep_them(own: E3M2) -> None:

@@ -256,6 +256,13 @@ def test_a_layer_without_a_routers_name_is_one_by_its_rows() -> None:
     assert [*routers_of(named)] == ["my_router"]
 
 
+def test_a_gate_has_a_row_for_each_of_the_experts_that_their_module_counts() -> None:
+    """DBRX's experts are matrices, neither a list nor stacks of three dimensions."""
+    experts = DbrxFFN(DbrxConfig(ffn_config=DBRX)).experts
+    layers = {"gate": nn.Linear(64, 4), "output_gate": nn.Linear(64, 64)}
+    assert [*routers_of(nn.ModuleDict({**layers, "experts": experts}))] == ["gate"]
+
+
 def test_a_router_that_casts_its_layer_in_every_forward_runs_converted() -> None:
     torch.manual_seed(0)
     model = switch().to(torch.bfloat16).eval()

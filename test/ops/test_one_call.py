@@ -203,6 +203,7 @@ def test_blocks_are_few_and_alike() -> None:
     rows = tiles.blocks(14336, 4096 * 2)
     assert [r.stop - r.start for r in rows] == [7168, 7168]
     assert tiles.blocks(8192, 4096 * 2) == [slice(0, 8192)]
+    assert tiles.blocks(0, 4096 * 2) == [slice(0, 0)]  # a weight without rows is one block
     for n, row in ((14337, 8192), (128256, 8192), (100, 1 << 20), (7, 1 << 27)):
         rows = tiles.blocks(n, row)
         assert rows[0].start == 0 and rows[-1].stop == n
