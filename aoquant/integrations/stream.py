@@ -190,6 +190,7 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
         _write(scale, places[name], 0, sums)
     with progress(total, "convert", "byte") as bar:
         for source, name in work:
+            bar.set_postfix(tensor=name)
             if isinstance(source, StoredTensor):
                 _copy(source, places[name], sums)
                 bar.update(source.size)
@@ -200,7 +201,6 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
                         assert values.shape == (places[part].shape if whole else (1, *places[part].shape[1:]))
                         _write(values, places[part], (unit or 0) * values.nbytes, sums)
                     bar.update(source.size // len(source.units))  # experts are of one size
-            bar.set_postfix(tensor=name)
     return total
 
 
