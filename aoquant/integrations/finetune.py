@@ -200,8 +200,8 @@ class _Results:
             if self._times is not None:
                 self._times.append(max(now - self._began, 1e-6))  # some clocks stand still for milliseconds
             self._began = now
-            self._bar.update(1)
             self._bar.set_postfix(loss=f"{loss / self._size:.4f}")
+            self._bar.update(1)
 
 
 def _to_host(t: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def tune(model: Any, steps: int = 20, **options: Any) -> list[float]:
         model, BLOCKS, steps=steps, batch_size=2, learning_rate=1e-2, loss="ce", teacher=None, seed=3, label="tune",
         **options,
     )  # fmt: skip
+
+
+def test_a_line_of_progress_has_the_loss_of_its_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aoquant._messages.SECONDS", 0.0)
+    losses = tune(tiny_llama(), steps=4)
+    said = [re.search(r"tune: (\d) of 4.*loss=([0-9.]+),", line) for line in capsys.readouterr().err.splitlines()]
+    assert [(int(m[1]), m[2]) for m in said if m] == [(i + 1, f"{loss:.4f}") for i, loss in enumerate(losses)]
 
 
 @pytest.mark.parametrize(
