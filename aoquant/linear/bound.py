@@ -3,7 +3,8 @@
 The format, contract, shape, dtype and device of a packed weight never change. So the recipe, the views that a kernel
 wants of the codes, and the backend for each number of rows are looked up once, by the same router that the prepared
 layer asks, and kept beside the codes. A bound weight holds views and never copies: codes that are written in place
-(`load_state_dict`, `refresh_`) are seen.
+(`load_state_dict`, `refresh_`) are seen. On a GPU calls of few rows whose input is encoded become programs of csrc's
+step library (replay.py).
 
 A bound weight ends when a part of its weight is replaced. The layers that hold views of these parts are told so.
 
@@ -12,7 +13,7 @@ forced backend. For any other call it returns None, and the caller takes the gen
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,13 +29,13 @@ from torch.autograd import forward_ad
 
 from aoquant.formats import Encoded, Scales
 from aoquant.linear import replay
-from aoquant.linear.function import NO_GRADIENT, Given, multiply
+from aoquant.linear.function import Given, multiply
 from aoquant.linear.recipe import LinearRecipe
-from aoquant.ops import codec, gemm_request, input_error, reads, repeat, router
+from aoquant.ops import codec, gemm_request, input_error, native_step, reads, repeat, router
 from aoquant.ops.gemm import one_call
 from aoquant.ops.quantized import Ask
 
-_MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a multiplier for, which takes about a kilobyte
+_MOST_ROWS = 1 << 7  # up to which programs are made, and whose multipliers, about a kilobyte each, a weight remembers
 Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> y (..., N)
 
 
@@ -129,70 +130,64 @@ class BoundWeight:
 
         It holds the codes and not this, so that both end with their weight.
         """
-        recipe, w, given = self._recipe, self._w, self._given
-        general = partial(_general, given)
-        x_as, w_as, dtype = recipe.fprop_input, recipe.fprop_weight, self._dtype
+        recipe, w, given, dtype = self._recipe, self._w, self._given, self._dtype
+        x_as, w_as, general = recipe.fprop_input, recipe.fprop_weight, partial(_general, given)
         if not m or given.x_held is not None:
             return general
         number = one_call.number(recipe.contract, x_as, w_as, w, dtype, m)
         if number is not None:
             router.told(gemm_request(recipe.contract, x_as, w_as, w, dtype, m), one_call.NAME)
             return one_call.multiplier(number, w_as.format, w, dtype, general)
-        direct = self._direct(m, general)
-        # numbers of many rows, as prompts have, seldom come again, and their kernels take longer than Python
-        if x_as is None or m > one_call.MOST_ROWS or w.codes.get_device() < repeat.FIRST_DEVICE:
-            return direct
-
-        in_python = False
+        direct = cache(partial(_direct, recipe, given, dtype, m))
+        # more rows, as prompts have, seldom come again, and their kernels take longer than Python
+        few = m <= _MOST_ROWS and w.codes.get_device() >= repeat.FIRST_DEVICE
+        if x_as is None or not few or native_step.why_not() is not None:
+            return direct()
 
         def repeated(x: Tensor, bias: Tensor | None) -> Tensor:
-            nonlocal in_python
-            if in_python:
-                return direct(x, bias)
-            y = replay.packed_product(x, w, bias, recipe.key)
-            if y is None:
-                y, _, _, kind = replay.forward(multiply, x, None, bias, given, NO_GRADIENT)
-                in_python = kind is not None and kind.stays_in_python
-            return y
+            y = replay.packed_product(x, w, bias, recipe.key, general)
+            return direct()(x, bias) if y is None else y
 
         return repeated
-
-    def _direct(self, m: int, general: Multiplier) -> Multiplier:
-        """Return the backend's product, with W bound to it, or else `general`."""
-        recipe, w, dtype, k = self._recipe, self._w, self._dtype, self._k
-        x_as, ask = recipe.fprop_input, Ask(False, dtype)
-        request = gemm_request(recipe.contract, x_as, recipe.fprop_weight, w, dtype, m)
-        found = router.route(request)
-        product = None if found.bind is None else found.bind(request, w)
-        if product is None:
-            return general
-        bound = product
-
-        def weights(x: Tensor, bias: Tensor | None) -> Tensor:
-            if x.dim() == 2:
-                return bound(x, None, bias)
-            return bound(x.reshape(m, k), None, bias).view(*x.shape[:-1], -1)
-
-        def operands(x: Tensor, bias: Tensor | None) -> Tensor:
-            assert x_as is not None
-            made = codec.quantize(x_as, x.reshape(m, k), ask)
-            return bound(made.matrix, made.alpha, bias).view(*x.shape[:-1], -1)
-
-        def codes(x: Tensor, bias: Tensor | None) -> Tensor:
-            assert x_as is not None
-            made = codec.encode(x_as, x.reshape(m, k))
-            return bound(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
-
-        if x_as is None:
-            return weights
-        read = reads(recipe.contract)
-        if read == "codes":
-            made = x_as.planned(torch.empty(1, k, dtype=dtype, device="meta"))
-            if made.zero is not None or made.outer is not None:  # a product has no place for them
-                return general
-        return {"operand": operands, "codes": codes}.get(read, general)
 
 
 def _general(given: Given, x: Tensor, bias: Tensor | None) -> Tensor:
     y, _ = multiply(x, None, bias, given)
     return y
+
+
+def _direct(recipe: LinearRecipe, given: Given, dtype: torch.dtype, m: int) -> Multiplier:
+    """Return the backend's product, with W bound to it, or else the general forward."""
+    w, x_as, ask = given.packed, recipe.fprop_input, Ask(False, dtype)
+    assert w is not None
+    k, general = w.k, partial(_general, given)
+    request = gemm_request(recipe.contract, x_as, recipe.fprop_weight, w, dtype, m)
+    bind = router.route(request).bind
+    bound = None if bind is None else bind(request, w)
+    if bound is None:
+        return general
+    product = bound  # no longer None to mypy, in what follows
+
+    def weights(x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 2:
+            return product(x, None, bias)
+        return product(x.reshape(m, k), None, bias).view(*x.shape[:-1], -1)
+
+    def operands(x: Tensor, bias: Tensor | None) -> Tensor:
+        assert x_as is not None
+        made = codec.quantize(x_as, x.reshape(m, k), ask)
+        return product(made.matrix, made.alpha, bias).view(*x.shape[:-1], -1)
+
+    def codes(x: Tensor, bias: Tensor | None) -> Tensor:
+        assert x_as is not None
+        made = codec.encode(x_as, x.reshape(m, k))
+        return product(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
+
+    if x_as is None:
+        return weights
+    read = reads(recipe.contract)
+    if read == "codes":
+        made = x_as.planned(torch.empty(1, k, dtype=dtype, device="meta"))
+        if made.zero is not None or made.outer is not None:  # a product has no place for them
+            return general
+    return {"operand": operands, "codes": codes}.get(read, general)

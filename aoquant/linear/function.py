@@ -144,7 +144,9 @@ def quantized_linear(
     """
     packed, weight = (w, None) if isinstance(w, Encoded) else (None, w)
     given_x, key, tracing = x, recipe.key, torch.compiler.is_compiling()
-    changed = _is_any_autocast_enabled() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
+    changed = not tracing and (
+        _is_any_autocast_enabled() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
     if (
         tracing
         or changed

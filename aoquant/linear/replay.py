@@ -65,6 +65,8 @@ class Note(NamedTuple):
 
 
 _forwards = repeat.Repeats()
+# apart: servers have many numbers of rows, and would leave no kinds to training
+_packed_products = repeat.Repeats()
 
 
 class _Known(NamedTuple):
@@ -92,17 +94,34 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, rank: int = 
     """
     if not _plain(x, w, bias):
         return None
-    return _product([x, w] if bias is None else [x, w, bias], _how(recipe, rank, _NO_NEEDS, bias))
+    return _product([x, w] if bias is None else [x, w, bias], _how(recipe, rank, _NO_NEEDS, bias), _forwards)
 
 
-def packed_product(x: Tensor, packed: Encoded, bias: Tensor | None, recipe: str) -> Tensor | None:
-    """Return `product` of an encoded weight. x and bias are plain tensors."""
-    given = [t for t in (x, bias, *packed[:4]) if t is not None]
-    return _product(given, _how(recipe, 0, _NO_NEEDS, bias, packed=packed))
+def packed_product(
+    x: Tensor, packed: Encoded, bias: Tensor | None, recipe: str, page: Callable[[Tensor, Tensor | None], Tensor]
+) -> Tensor | None:
+    """Return `product` of an encoded weight, of which the library learns here; None where it cannot.
+
+    x, bias: plain tensors. page: multiplies them by the weight, and reads no view of it that was made before.
+    """
+    arguments, how = [x, bias, *packed[:4]], _how(recipe, 0, _NO_NEEDS, bias, packed=packed)
+    y = _product([t for t in arguments if t is not None], how, _packed_products)
+    if y is not None:
+        return y
+    made, kind = _packed_products.repeated(arguments, *how)
+    if kind is None or kind.program is repeat.NEVER:
+        return None
+    if made is None:
+        made = kind(lambda: [page(x, bias)], arguments)
+    family = _packed_products.family(kind)
+    if family is not None:
+        _packed_products.told[kind.how] = family
+    return made[0]
 
 
-def _product(given: list[Tensor], how: tuple[Any, ...]) -> Tensor | None:
-    family = _forwards.told.get(how)
+def _product(given: list[Tensor], how: tuple[Any, ...], repeats: repeat.Repeats) -> Tensor | None:
+    """Return y; None where no library knows the call. The library itself sees whether a CUDA graph is captured."""
+    family = repeats.told.get(how)
     if family is None or repeat.watched():
         return None
     y: Tensor | None = native_step.operator("product")(family.number, given)

@@ -78,7 +78,7 @@ def _put(value: Any, tensors: list[Tensor], numbers: list[int], words: list[str]
         words.append("#")
 
 
-Part = partial[Any]  # a function of a call's tensors and numbers
+Part = partial[Any]  # a function of a call's tensors and numbers; one of `_known` reads neither
 
 
 class _Reader:

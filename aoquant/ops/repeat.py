@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
+    _get_tracing_state,
     _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
@@ -49,11 +50,6 @@ class Kind:
         self.program: Any = NEW
         self.note: Any = None
         self.left_to_library = False
-
-    @property
-    def stays_in_python(self) -> bool:
-        """Return whether its calls cannot be recorded, or no library runs their program."""
-        return self.program is NEVER or (isinstance(self.program, Program) and self.program.native is None)
 
     def __call__(
         self, function: Callable[[], Sequence[Tensor | None]], arguments: Sequence[Tensor | None]
@@ -197,7 +193,6 @@ def unusual(t: Tensor) -> bool:
     return bool(
         watched()
         or _is_any_autocast_enabled()  # ops run outside of it, and their operators would not
-        or router.forcing()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or (t.is_cuda and (torch.cuda.is_current_stream_capturing() or t.get_device() != torch._C._cuda_getDevice()))
@@ -205,10 +200,14 @@ def unusual(t: Tensor) -> bool:
 
 
 def watched() -> bool:
-    """Return whether something watches the operators, as tracers do: it would see one in place of all."""
+    """Return whether something chooses the kernels, or watches the operators, as tracers do: it would see the library's
+    one in place of those that a program runs.
+    """
     return bool(
         _len_torch_dispatch_stack()
         or _is_torch_function_mode_enabled()
+        or router.forcing()  # by a context that the library does not know, where tasks and threads copied it
         or recording()  # whose mode is no mode to what it calls
+        or _get_tracing_state() is not None
         or compiled_autograd.compiled_autograd_enabled
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable
-from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -54,7 +53,7 @@ def prepare_layers(
         look = advice("filter_fn, or at the names in the config", "--layers and --skip")
         raise ValueError(f"calibrate_ptq: no layer is chosen: look at {look}")
     problems = weight_problems([*choice.layers, *choice.stacks])
-    for chosen, stacked in (*zip(choice.layers, repeat(False)), *zip(choice.stacks, repeat(True))):
+    for chosen, stacked in [*((c, False) for c in choice.layers), *((c, True) for c in choice.stacks)]:
         fqn = chosen.fqn.partition(", ")[0]
         is_qat = isinstance(chosen.config, QATConfig)
         if is_qat and not stacked and (step is None or chosen.config.step != "prepare"):

@@ -69,6 +69,9 @@ bool ordinary(const Tensors& tensors) {
   return true;
 }
 
+// The program of a call, where programs may run now and one is known.
+Bound ordinary_bound(int64_t family, const Tensors& given) { return !given.empty() && ordinary(given) ? bound(family, given) : Bound{}; }
+
 // torch 2.13 counts nodes by intrusive pointers, earlier ones by shared ones.
 template <typename T>
 auto make_node() {
@@ -129,9 +132,9 @@ struct QuantizedLinearBackward : Node {
 
   Tensors gradients_of(const Tensors& given) const {
     static const auto python = op<Tensors(int64_t, at::TensorList)>("aoquant_step::gradients");
-    if (!at::GradMode::is_enabled() && ordinary(given)) {
+    if (!at::GradMode::is_enabled()) {
       try {
-        if (const Bound found = bound(kind->family, given); found.program != nullptr) return run(*found.program, given);
+        if (const Bound found = ordinary_bound(kind->family, given); found.program != nullptr) return run(*found.program, given);
       } catch (const std::exception&) {  // the backward's own error comes from its steps, one by one
       }
     }
@@ -140,12 +143,8 @@ struct QuantizedLinearBackward : Node {
   }
 };
 
-// The program of a layer's call, where programs may run now and one is known.
-Bound ordinary_bound(int64_t family, const Tensors& given) { return ordinary(given) ? bound(family, given) : Bound{}; }
-
 // y of a forward of `family` that needs no gradient; none where the call is not known, or its program fails.
 std::optional<Tensor> product(int64_t family, const Tensors& given) {
-  TORCH_CHECK(!given.empty(), "a forward has an input");
   try {
     if (const Bound found = ordinary_bound(family, given); found.program != nullptr) return std::move(run(*found.program, given)[0]);
   } catch (const std::exception&) {  // the forward's own error comes from its steps, one by one

@@ -4,6 +4,7 @@ raise or race, blocks that choose kernels, and the ops of compiled steps.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
 import threading
@@ -180,15 +181,22 @@ def test_a_call_without_gradients_is_the_librarys_where_it_is_ordinary(
 PACKED = ["fp8-hybrid", "nvfp4", "nvfp4-training", "int8-int4", "mxfp8", "int8"]
 
 
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """Hold what the library returned to each layer that asked it for y without gradients."""
+    found, real = list[Tensor | None](), replay._product
+    monkeypatch.setattr(replay, "_product", lambda *given: found.append(real(*given)) or found[-1])
+    for name in ("_forwards", "_packed_products"):
+        monkeypatch.setattr(replay, name, repeat.Repeats())
+    return found
+
+
 @pytest.mark.parametrize("recipe", PACKED)
 @pytest.mark.parametrize("shape", [(1,), (2, 3)])
 def test_a_packed_layer_of_few_rows_is_the_librarys(
-    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    recipe: str, shape: tuple[int, ...], found: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both layers by one program, with the bits of the bound kernels; codes that are written in place are seen."""
-    found, real = list[Tensor | None](), replay.packed_product
-    monkeypatch.setattr(replay, "packed_product", lambda *given: found.append(real(*given)) or found[-1])
-    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
     model = nn.ModuleList([nn.Linear(256, 128, dtype=torch.bfloat16) for _ in range(2)])
     quantize_(model, get_recipe(recipe).make())
     x = torch.randn(*shape, 256, dtype=torch.bfloat16)
@@ -202,8 +210,11 @@ def test_a_packed_layer_of_few_rows_is_the_librarys(
         assert torch.equal(second(x), want[1]) and [y is None for y in found] == [True] * 3 + [False] * 2
         first.load_state_dict(second.state_dict())
         assert torch.equal(first(x), want[1]) and found[-1] is not None
-        many = torch.randn(257, 256, dtype=torch.bfloat16)
-        assert torch.equal(first(many), model[1](many)) and len(found) == 6
+        apart = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].copy_(x.flatten()).view_as(x)  # no program reads it
+        assert torch.equal(first(apart), want[1]) and found[-1] is None
+        many = torch.randn(129, 256, dtype=torch.bfloat16)
+        assert torch.equal(first(many), model[1](many)) and len(found) == 7
+    assert not replay._forwards.kinds
     codes = weakref.ref(first.weight.bound._w.codes)
     gc.disable()
     del first
@@ -211,10 +222,9 @@ def test_a_packed_layer_of_few_rows_is_the_librarys(
     gc.enable()
 
 
-def test_a_packed_layer_that_no_library_runs_keeps_its_bound_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = list[Any](), replay.packed_product
-    monkeypatch.setattr(replay, "packed_product", lambda *given: asked.append(given) or real(*given))
-    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+def test_a_packed_layer_without_the_library_keeps_its_bound_kernel(
+    found: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
     monkeypatch.setattr(native_step, "why_not", lambda: "absent")
     model = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16))
@@ -222,7 +232,38 @@ def test_a_packed_layer_that_no_library_runs_keeps_its_bound_kernel(monkeypatch:
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     with torch.no_grad():
         ys = [model(x) for _ in range(5)]
-    assert len(asked) == 2 and all(torch.equal(y, ys[0]) for y in ys)
+    assert not found and all(torch.equal(y, ys[0]) for y in ys)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_task_that_began_in_a_block_is_forced_after_it(grad: bool, model: nn.Module) -> None:
+    """A copied context forces a backend when no block is open any more."""
+    with torch.set_grad_enabled(grad):
+        for _ in range(6):
+            model(tokens())
+        with ops.backend("cuda-decode"):
+            copied = contextvars.copy_context()
+        with pytest.raises(ValueError, match="cuda-decode"):
+            copied.run(model, tokens())
+        model(tokens())
+
+
+def test_a_layer_whose_calls_are_known_is_traced(model: nn.Module) -> None:
+    x = tokens().detach()
+    with torch.no_grad():
+        want = [model(x) for _ in range(6)][-1]
+        assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), want)
+
+
+def test_a_compilers_graph_holds_the_layers_ops_alone(model: nn.Module) -> None:
+    called = list[str]()
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compile(model, backend=backend, fullgraph=True)(tokens())
+    assert called and not [name for name in called if "functorch" in name]
 
 
 def test_a_program_that_fails_is_left_to_python() -> None:
