@@ -147,8 +147,13 @@ def test_modules_without_some_parameters_stay_as_they_are(norm: nn.Module, filte
     assert all(torch.equal(t, before[name]) for name, t in model[1].state_dict().items())
     with pytest.raises(ValueError, match="nothing to quantise"):
         quantize_(model[1:], "int4-g32", filter_fn)
-    with pytest.raises(ValueError, match="nothing to quantise"), warnings.catch_warnings(action="ignore"):
-        quantize_(model[1:], FqnToConfig({"1.bias": None}))
+    for key in (f"1.{name}" for name in norm._parameters):
+        for config in (None, aoquant.Int4WeightConfig(32)):
+            with (
+                pytest.raises(ValueError, match=f"nothing to quantise|{key}"),
+                warnings.catch_warnings(action="ignore"),
+            ):
+                quantize_(model[1:], FqnToConfig({key: config}))
 
 
 @pytest.mark.parametrize("key", ["experts.gate_up_proj", "re:.*gate_up_proj", "norm.weight"])
