@@ -254,17 +254,20 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
     kept = {id(c.module): c.module for c in can_undo}
     _try(changes, {id(c) for c in can_undo}, device)
     packed: dict[Hashable, nn.Parameter] = {}  # tied weights are packed once and stay tied
+    gone = False
     try:
         with restoring(kept.values()):
             for change in track(changes, changes[0].step if changes else ""):
                 apply(change, packed, device)
+                gone |= id(change.module) not in kept
             for stack in track(stacks, "experts", "parameter"):
                 apply_stack(stack, device)
+                gone |= id(stack.module) not in kept
             fsdp.release(model, converted)
             if changes and changes[0].step == "prepare":
                 fused.share_outer_scales(model)
     except BaseException as error:
-        if len(kept) < len({id(c.module) for c in every}) and (packed or stacks):
+        if gone:
             error.add_note(
                 "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
             )

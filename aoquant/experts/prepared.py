@@ -112,7 +112,7 @@ class QATExperts(PreparedModule):
         dtype: in which forward sees the weight.
         """
         operand, scales = self.stacks[name].recipe.fprop_weight, self.held_scales(name, expert)
-        w_NK = self.matrix(name, expert).detach().to(dtype)
+        w_NK = self.matrix(name, expert).to(dtype)
         return ops.codec.encode(operand, w_NK) if scales is None and operand.portable else operand.encode(w_NK, scales)
 
     @torch.no_grad()

@@ -70,10 +70,7 @@ def borrowed(model: nn.Module) -> str | None:
     """Return which forward in `model` runs another model, and what to do; None where none does."""
     own = {id(m) for m in model.modules()}
     for fqn, module in model.named_modules():
-        forward = vars(module).get("forward")
-        if forward is None:
-            continue
-        for other in _modules_behind(forward):
+        for other in _modules_behind(vars(module).get("forward")):
             # an object of the same class that is neither here nor around: the one that `module` is a copy of
             if type(other) is type(module) and id(other) not in own and all(m is not module for m in other.modules()):
                 where = f"{fqn}.forward" if fqn else "forward"

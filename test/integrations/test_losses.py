@@ -16,7 +16,7 @@ from support.models import distillation_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, masking_utils
 
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import losses
@@ -146,6 +146,21 @@ def test_a_weight_that_the_model_reads_beside_its_head_gets_both_gradients() -> 
     with torch.no_grad():
         assert models[0](input_ids=IDS).logits.shape == (2, 21, 96)
     assert_equal(*models, "kl", 1e-5)
+
+
+class ReadsIds(LlamaForCausalLM):
+    """A family whose forward scales logits by the number of texts."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.logits = output.logits * len(input_ids)
+        return output
+
+
+def test_the_head_of_a_forward_that_reads_its_ids_meets_one_text() -> None:
+    model = ReadsIds(model_of("llama").config).eval()
+    hidden = losses.hidden_states(model, input_ids=IDS[:1])
+    torch.testing.assert_close(losses.logits_of(model, hidden[0]), model(IDS[:1]).logits[0])
 
 
 def test_tokens_that_are_not_scored_add_nothing() -> None:

@@ -187,6 +187,21 @@ def hub_cache(folder: Path, at: Path) -> Path:
     return snapshot
 
 
+def test_float_weights_are_a_checkpoint_where_its_config_promises_no_others(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model, folder = made(), tmp_path / "saved"
+    aoquant.quantize_(model, aoquant.QATConfig(None, kv_cache=aoquant.KVCacheConfig("fp8", scale=1.0)))
+    aoquant.quantize_(model, aoquant.QATConfig(step="convert"))
+    aoquant.save_pretrained(model, folder)
+    ids = torch.arange(8).view(1, 8)
+    assert torch.equal(aoquant.load_pretrained(folder)(ids).logits, model(ids).logits)
+    shutil.copy(folders["saved"] / "config.json", folder)
+    with pytest.raises(ValueError, match=f"{folder}.*float"):
+        aoquant.load_pretrained(folder)
+    assert len(tried(folder, tmp_path / "out")) == len(roads(folder, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("kind", ["saved", "shards"])
 def test_a_cache_of_the_hub_loads(folders: dict[str, Path], kind: str, tmp_path: Path) -> None:
     aoquant.load_pretrained(hub_cache(folders[kind], tmp_path))

@@ -126,6 +126,36 @@ def test_a_convolution_and_a_bag_are_named_when_a_filter_picks_them() -> None:
     assert isinstance(model[1].weight, PackedTensor)
 
 
+NORMS = {
+    "no weight": nn.LayerNorm(64, elementwise_affine=False),
+    "no bias": nn.LayerNorm(64, bias=False),
+    "no weight of a batch": nn.BatchNorm1d(64, affine=False),
+    "no weight of groups": nn.GroupNorm(2, 64, affine=False),
+    "no bias of a convolution": nn.Conv1d(64, 64, 1, bias=False),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("filter_fn", [None, everything])
+@pytest.mark.filterwarnings("ignore:.*Conv1d")
+def test_modules_without_some_parameters_stay_as_they_are(norm: nn.Module, filter_fn: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), copy.deepcopy(norm))
+    before = model[1].state_dict()
+    quantize_(model, "int4-g32", filter_fn)
+    assert isinstance(model[0].weight, PackedTensor) and type(model[1]) is type(norm)
+    assert model[1].state_dict().keys() == before.keys()
+    assert all(torch.equal(t, before[name]) for name, t in model[1].state_dict().items())
+    with pytest.raises(ValueError, match="nothing to quantise"):
+        quantize_(model[1:], "int4-g32", filter_fn)
+    for key in (f"1.{name}" for name in norm._parameters):
+        for config in (None, aoquant.Int4WeightConfig(32)):
+            with (
+                pytest.raises(ValueError, match=f"nothing to quantise|{key}"),
+                warnings.catch_warnings(action="ignore"),
+            ):
+                quantize_(model[1:], FqnToConfig({key: config}))
+
+
 @pytest.mark.parametrize("key", ["experts.gate_up_proj", "re:.*gate_up_proj", "norm.weight"])
 def test_a_key_that_names_a_parameter_is_refused(key: str) -> None:
     model = Model()

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.expert_cases import made
 from torch import Tensor, nn
+from torchao.quantization import FqnToConfig
 
 import aoquant.quantize as module
 from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
@@ -52,8 +54,9 @@ def test_an_interrupt_leaves_the_model_as_it_was(
         quantize_(m, QATConfig(NVFP4WeightConfig()))
     before = [(type(layer), layer.weight) for layer in m]
     packer = Packer(monkeypatch, [layer.weight for layer in m], 3, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         quantize_(m, QATConfig(step="convert") if prepare else NVFP4WeightConfig(), undo=undo)
+    assert not hasattr(caught.value, "__notes__")
     assert packer.alive == [3, 3, 3]
     assert all(type(layer) is kind and layer.weight is w for layer, (kind, w) in zip(m, before, strict=True))
 
@@ -88,6 +91,38 @@ def test_without_undo_an_interrupt_says_what_is_lost_and_convert_goes_on(monkeyp
     assert [type(layer.weight.data) is PackedTensor for layer in m] == [True, False, False]
     quantize_(m, QATConfig(step="convert"))
     assert torch.equal(m(x), y)
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["nothing done", "a layer done"])
+def test_only_weights_that_are_packed_are_said_to_be_lost(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """With experts to follow, too."""
+    m = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 32), made("mixtral", "eager")]).bfloat16()
+    Packer(monkeypatch, [], at, KeyboardInterrupt)
+    config = FqnToConfig({"_default": NVFP4WeightConfig(), "2.experts": NVFP4WeightConfig()})
+    with pytest.raises(KeyboardInterrupt) as caught:
+        quantize_(m, config, undo=False)
+    assert type(m[0].weight.data) is (PackedTensor if at > 1 else Tensor)
+    assert hasattr(caught.value, "__notes__") == (at > 1)
+
+
+@pytest.mark.parametrize("undo", [True, False])
+def test_experts_that_are_packed_are_said_to_be_lost_unless_they_come_back(
+    monkeypatch: pytest.MonkeyPatch, undo: bool
+) -> None:
+    m, real, done = made("mixtral", "eager"), module.apply_stack, list[Change]()
+
+    def interrupted(stack: Change, device: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        real(stack, device)
+        done.append(stack)
+
+    monkeypatch.setattr(module, "apply_stack", interrupted)
+    before = dict(m.named_parameters())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        quantize_(m, NVFP4WeightConfig(), undo=undo)
+    assert hasattr(caught.value, "__notes__") != undo
+    assert [w is before[name] for name, w in m.named_parameters()].count(False) == (0 if undo else 1)
 
 
 def test_tied_weights_are_packed_once_without_undo() -> None:
