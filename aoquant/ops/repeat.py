@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
-    _get_tracing_state,
     _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
@@ -208,6 +207,6 @@ def watched() -> bool:
         or _is_torch_function_mode_enabled()
         or router.forcing()  # by a context that the library does not know, where tasks and threads copied it
         or recording()  # whose mode is no mode to what it calls
-        or _get_tracing_state() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or compiled_autograd.compiled_autograd_enabled
     )

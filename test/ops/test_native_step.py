@@ -255,6 +255,7 @@ def test_a_layer_whose_calls_are_known_is_traced(model: nn.Module) -> None:
         assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), want)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compilers_graph_holds_the_layers_ops_alone(model: nn.Module) -> None:
     called = list[str]()
 
