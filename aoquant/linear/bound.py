@@ -163,10 +163,8 @@ def _direct(recipe: LinearRecipe, given: Given, dtype: torch.dtype, m: int) -> M
     k, general = w.k, partial(_general, given)
     request = gemm_request(recipe.contract, x_as, recipe.fprop_weight, w, dtype, m)
     bind = router.route(request).bind
-    bound = None if bind is None else bind(request, w)
-    if bound is None:
+    if bind is None or (product := bind(request, w)) is None:
         return general
-    product = bound  # no longer None to mypy, in what follows
 
     def weights(x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == 2:

@@ -165,8 +165,7 @@ def quantized_linear(
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
     nothing_beside = x_held is None and w_held is None and fixed is None and delayed is None
-    ordinary = nothing_beside and not tracing and not changed
-    repeats = ordinary and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
+    repeats = nothing_beside and not (tracing or changed) and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
     if not tracing and not torch.is_grad_enabled():
         if repeats and weight is not None:
             y = replay.product(x, weight, bias, key)

@@ -293,7 +293,7 @@ def forward(
         if left is not None:
             codes.leave(Encoded(*made[at : at + 4], left[0]), layer, left[1])  # type: ignore[call-arg]
             at += 4
-    if known is not None and True not in needs:
+    if known is not None and w is not None and True not in needs:
         learn(known, False, needs[:3], None)
     return made[0], made[1 : 1 + note.saved], note.layout, known
 

@@ -205,7 +205,7 @@ def test_the_library_makes_what_is_empty(library: Any) -> None:
 
 
 def test_the_library_fills_its_memory_where_torch_does(library: Any) -> None:
-    """Where algorithms are deterministic, as in all tests: what no kernel writes is NaN."""
+    """Show as NaN what no kernel writes, where algorithms are deterministic, as in all tests."""
     repeat = recorded(lambda x, y: [torch.empty_like(x), x + y], *pair())
     assert repeat is not None and repeat.native is not None
     made = repeat(pair())[0]
