@@ -101,8 +101,7 @@ Tensor absmax(const Tensor& x) {
   int64_t bytes = x.numel() * (type == ScalarType::Float ? 4 : 2);
   STD_TORCH_CHECK(bytes % 16 == 0, "x must be made of 16-byte vectors");
   DeviceGuard guard(x.get_device_index());
-  int64_t size[] = {PARTIALS};
-  Tensor partials = torch::stable::new_empty(x, {size, 1}, ScalarType::Int);
+  Tensor partials = make(x, {PARTIALS}, ScalarType::Int);
   auto launch = [&](auto kernel) {
     launch_early(kernel, PARTIALS, THREADS, current_stream(x), static_cast<const uint4*>(x.data_ptr()), static_cast<int32_t*>(partials.data_ptr()),
                  bytes / 16);
@@ -118,8 +117,7 @@ Tensor absmax(const Tensor& x) {
 Tensor outer_scale(const Tensor& x, double times, double least) {
   const Tensor partials = absmax<false>(x);
   DeviceGuard guard(x.get_device_index());
-  int64_t size[] = {1, 1};
-  Tensor outer = torch::stable::new_empty(x, {size, 2}, ScalarType::Float);
+  Tensor outer = make(x, {1, 1}, ScalarType::Float);
   launch_early(outer_kernel, 1, THREADS, current_stream(x), static_cast<const int32_t*>(partials.data_ptr()), static_cast<float*>(outer.data_ptr()),
                float(times), float(least));
   check_launch();

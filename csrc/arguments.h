@@ -1,12 +1,16 @@
-// The checks of every operator's tensors, here and in cpu/: a wrong argument becomes an error in Python, and no kernel
-// computes an address from it. Operators are public, and what a checkpoint says of its shapes reaches them.
+// The checks of every operator's tensors, here and in cpu/, and what makes its results: a wrong argument becomes an error
+// in Python, and no kernel computes an address from it. Operators are public, and what a checkpoint says of its shapes
+// reaches them.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -17,6 +21,23 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t ANY_DIMENSIONS = -1;
+constexpr size_t MOST_DIMENSIONS = 64;  // as many as torch's own loops over elements take
+
+// An empty tensor on the device of `like`. torch::stable::new_empty finds its operator by name in each call, which takes
+// three times as long.
+inline Tensor make(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  STD_TORCH_CHECK(sizes.size() <= MOST_DIMENSIONS, "results have at most ", MOST_DIMENSIONS, " dimensions");
+  std::array<int64_t, MOST_DIMENSIONS> strides;
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i] > 1 ? sizes[i] : 1) strides[i] = stride;
+  int32_t device_type, device_index;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device_type, device_index, &made));
+  return Tensor(made);
+}
 
 // Raises unless t is contiguous, on the device of `beside`, of `dims` dimensions, held by its storage, and aligned. Kernels
 // count rows and columns in 32 bits.

@@ -73,8 +73,8 @@ void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   const int64_t m = call.args.m, k = call.args.k;
   std::optional<Tensor> image;
   if (decode_reorders(int(format), m, call.args.encodes)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
-    const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128 * 256 + 4)};
-    image = torch::stable::new_empty(like, {size, 1}, ScalarType::Byte);
+    const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256;
+    image = make(like, {tokens * ((k + 127) / 128 * 256 + 4)}, ScalarType::Byte);
     call.image = static_cast<uint8_t*>(image->data_ptr());
   }
   cudaError_t error = cudaErrorInvalidValue;
@@ -112,8 +112,6 @@ void decode_into(const DecodeProduct* products, int64_t count, const Tensor& lik
     const int64_t most = decode_takes_siblings(int(format), m, n, k) ? SIBLINGS : 1;
     while (taken < most && next + taken < count && alike(first, products[next + taken], m, k)) {
       const DecodeProduct& p = products[next + taken];
-      check_weight(p.w, like.scalar_type(), k, p.plan, like);
-      STD_TORCH_CHECK(m > 0, "x must have rows");
       DecodeArgs& a = args[taken];
       a = arguments(p.w, k, p.plan);
       a.x = x;
@@ -140,12 +138,15 @@ Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, cons
   check_input(x, 2, {ScalarType::BFloat16, ScalarType::Half});
   check_tensor(codes, "codes", x, 2);
   const int64_t m = x.size(0), n = codes.size(0);
+  STD_TORCH_CHECK(m > 0, "x must have rows");
   if (alpha_x) check_alpha(*alpha_x, "alpha_x", x, m);
+  const DecodeWeight w = {codes, scale, zero, alpha_w, bias};
+  const DecodePlan plan = {format, group, tile, shift, odd_shift};
+  check_weight(w, x.scalar_type(), x.size(1), plan, x);
   DeviceGuard guard(x.get_device_index());
-  const int64_t size[] = {m, n};
-  Tensor y = torch::stable::new_empty(x, {size, 2});
+  Tensor y = make(x, {m, n}, x.scalar_type());
   const Alpha rows = {static_cast<const float*>(pointer(alpha_x)), alpha_x && alpha_x->numel() > 1};
-  const DecodeProduct product = {y, {codes, scale, zero, alpha_w, bias}, {format, group, tile, shift, odd_shift}};
+  const DecodeProduct product = {y, w, plan};
   decode_into(&product, 1, x, x.data_ptr(), m, x.size(1), rows);
   return y;
 }

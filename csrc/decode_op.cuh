@@ -38,8 +38,8 @@ struct DecodeProduct {
 };
 
 // y (m, n) = x (m, k) W^T * alpha_x * alpha_w + bias for each of some products, on the current device and like's stream; those
-// that are alike in one launch. x has the type of `like`, is contiguous and aligned to 16 bytes. encodes: the products encode
-// x, and give it its alpha; where `decode_encodes` for all of them.
+// that are alike in one launch. `check_weight` was called for each. x has the type of `like` and rows, is contiguous and
+// aligned to 16 bytes. encodes: the products encode x, and give it its alpha; where `decode_encodes` for all of them.
 void decode_into(const DecodeProduct* products, int64_t count, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x,
                  bool encodes = false);
 

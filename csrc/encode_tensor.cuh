@@ -22,7 +22,7 @@ enum Kind { OF_NVFP4 = 0, OF_FP8 = 1 };
 constexpr int THREADS = 1024, KEPT = 192 * 1024;  // bytes of x in shared memory
 constexpr int UNROLL = 3;
 
-// x: `blocks` blocks of 16 values. partials: one for each block of threads. codes may be null. scale: NVFP4's bytes.
+// x: `blocks` blocks of 16 values. partials: one for each block of threads. codes may be null. scale: NVFP4's bytes, beside codes.
 // outer: NVFP4's outer scale, or fp8's scale. values: in a type of `Out`; operand: whether they leave out the scale of
 // the tensor.
 struct Call {

@@ -17,8 +17,7 @@ template <int F>
 cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, const Tensor& like, cudaStream_t stream) {
   if (!many) return decode::run_experts<F, bf16>(stack, groups, stream);
   if (!decode::wide_takes(stack, groups)) return decode::run_expert_tiles<F, bf16>(stack, groups, stream);
-  const int64_t size[] = {1};
-  const Tensor drawn = torch::stable::new_empty(like, {size, 1}, ScalarType::Int);
+  const Tensor drawn = make(like, {1}, ScalarType::Int);
   return decode::run_expert_wide<F, bf16>(stack, groups, multiprocessors(), static_cast<int*>(drawn.data_ptr()), stream);
 }
 
@@ -40,13 +39,13 @@ Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, cons
     check_alpha(**alpha, "alpha", x, wanted);
     STD_TORCH_CHECK((*alpha)->numel() == wanted, "alpha must be one a row");
   }
-  const int64_t n = rows / experts, size[] = {s, n};
+  const int64_t n = rows / experts;
   STD_TORCH_CHECK(n % (int64_t(1) << plan.tile_log2) == 0, "experts must have whole tiles of rows that share scales");
   const std::optional<Tensor> none;
   const DecodeWeight w = {codes, scale, zero, alpha_w, none};
   check_weight(w, ScalarType::BFloat16, k, plan.packing(), x);
   DeviceGuard guard(x.get_device_index());
-  Tensor y = torch::stable::new_empty(x, {size, 2});
+  Tensor y = make(x, {s, n}, ScalarType::BFloat16);
   if (s == 0) return y;
   DecodeArgs stack = arguments(w, k, plan.packing());
   stack.n = int(n);

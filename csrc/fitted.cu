@@ -57,17 +57,12 @@ fitted::Call call_of(const Tensor& x, const Tensor& matrix) {
   return p;
 }
 
-Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
-  const int64_t size[] = {rows, columns};
-  return torch::stable::new_empty(like, {size, 2}, type);
-}
-
 // Blocks of x (R, K) times matrix^T, or, back, times matrix: (R, K) in bfloat16, float16 or float32, out = 1, 2 or 3.
 Tensor transform_fitted(const Tensor& x, const Tensor& matrix, bool back, int64_t out) {
   fitted::Call p = call_of(x, matrix);
   DeviceGuard guard(x.get_device_index());
   STD_TORCH_CHECK(out != 0, "out must name the dtype of the result");
-  Tensor y = make(x, x.size(0), x.size(1), values_type(out));
+  Tensor y = make(x, x.sizes(), values_type(out));
   p.y = y.data_ptr(), p.back = back, p.out = int(out);
   run<fitted::VALUES>(p, x.scalar_type(), matrix.size(2), current_stream(x));
   check_launch();
@@ -84,14 +79,14 @@ std::tuple<Tensor, Tensor, Tensor> encode_fitted(const Tensor& x, const Tensor& 
   const auto stream = current_stream(x);
   const int64_t size = matrix.size(2);
   const bool has_outer = block == 16 && known != 0;
-  Tensor codes = make(x, p.rows, p.k / 2, ScalarType::Byte), scale = make(x, p.rows, p.k / block, ScalarType::Byte);
-  Tensor outer = make(x, has_outer, has_outer, ScalarType::Float);
+  Tensor codes = make(x, {p.rows, p.k / 2}, ScalarType::Byte), scale = make(x, {p.rows, p.k / block}, ScalarType::Byte);
+  Tensor outer = make(x, {has_outer, has_outer}, ScalarType::Float);
   p.codes = static_cast<uint8_t*>(codes.data_ptr()), p.scale = static_cast<uint8_t*>(scale.data_ptr());
   p.outer = has_outer ? static_cast<float*>(outer.data_ptr()) : nullptr, p.known = float(known);
   std::optional<Tensor> partials;
   if (has_outer && known < 0) {
     const int blocks = run<fitted::AMAX>(p, type, size, stream);  // no partials yet: it counts them
-    partials = make(x, 1, blocks, ScalarType::Int);
+    partials = make(x, {1, blocks}, ScalarType::Int);
     p.partials = static_cast<int32_t*>(partials->data_ptr()), p.n_partials = blocks;
     run<fitted::AMAX>(p, type, size, stream);
   }

@@ -104,14 +104,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
   int64_t rows = x.size(0), k = x.size(1);
   STD_TORCH_CHECK(rows * k / 16 < int64_t(1) << 30, "x must hold fewer than 2^34 values");
   DeviceGuard guard(x.get_device_index());
-  auto make = [&](int64_t r, int64_t n, ScalarType type) {
-    int64_t size[] = {r, n};
-    return torch::stable::new_empty(x, {size, 2}, type);
-  };
   const ScalarType type_of_values = values_type(out);
   auto float_bits = [](float v) { uint32_t u; std::memcpy(&u, &v, sizeof u); return u; };
-  Tensor codes = make(rows, k / 2, ScalarType::Byte), scale = make((rows + tile - 1) / tile, k / 16, ScalarType::Byte);
-  Tensor outer = make(1, 1, ScalarType::Float), values = out ? make(rows, k, type_of_values) : make(0, 0, ScalarType::Byte);
+  Tensor codes = make(x, {rows, k / 2}, ScalarType::Byte), scale = make(x, {(rows + tile - 1) / tile, k / 16}, ScalarType::Byte);
+  Tensor outer = make(x, {1, 1}, ScalarType::Float), values = out ? make(x, {rows, k}, type_of_values) : make(x, {0, 0}, ScalarType::Byte);
 
   Args p{static_cast<const int32_t*>(amax.data_ptr()), int(amax.numel()), float_bits(float(known)), x.data_ptr(),
          static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint8_t*>(scale.data_ptr()), static_cast<float*>(outer.data_ptr()),

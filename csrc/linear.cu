@@ -14,16 +14,9 @@ namespace aoquant {
 
 namespace {
 
-constexpr int MOST_DIMENSIONS = 64;  // as many as torch's own loops over elements take
-
 Tensor aligned(const Tensor& x) {
   Tensor t = x.is_contiguous() ? x : torch::stable::contiguous(x);
   return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 ? torch::stable::clone(t) : t;
-}
-
-Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
-  const int64_t size[] = {rows, columns};
-  return torch::stable::new_empty(like, {size, 2}, type);
 }
 
 // y (*lead, n) of a layer, and its W.
@@ -36,7 +29,7 @@ struct Layer {
 std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t count) {
   const auto lead = given.sizes();
   const int64_t dims = int64_t(lead.size());
-  STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= MOST_DIMENSIONS, "x must be on a CUDA device, of at most 64 dimensions");
+  STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= int64_t(MOST_DIMENSIONS), "x must be on a CUDA device, of at most 64 dimensions");
   const auto type = given.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0;
@@ -57,7 +50,7 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
     const DecodePlan packing = layers[i].plan.packing();
     check_weight(layers[i].w, type, k, packing, x);
     size[dims - 1] = layers[i].w.codes.size(0);
-    ys.push_back(torch::stable::new_empty(x, {size.data(), size_t(dims)}));
+    ys.push_back(make(x, {size.data(), size_t(dims)}, type));
     products.push_back({ys.back(), layers[i].w, packing});
   }
   bool encoded_there = true;
@@ -75,8 +68,7 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
     return ys;
   }
   // operand and scales in one allocation: a row of the operand, 2 k bytes, is a multiple of 4
-  const int64_t bytes[] = {m * (2 * k + 4)};
-  const Tensor operand = torch::stable::new_empty(x, {bytes, 1}, ScalarType::Byte);
+  const Tensor operand = make(x, {m * (2 * k + 4)}, ScalarType::Byte);
   float* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(operand.data_ptr()) + 2 * m * k);
   launch_encode_rows(x.data_ptr(), type, m, k, encodes, false, operand.data_ptr(), scales, current_stream(x));
   const Alpha alpha = encodes == MXFP4_ROW ? Alpha{nullptr, false} : Alpha{scales, m > 1};
@@ -112,7 +104,7 @@ std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool dec
   STD_TORCH_CHECK(format >= NVFP4_ROW && format <= FOUR_OVER_SIX_ROW, "format must be one of RowFormat");
   STD_TORCH_CHECK(format != MXFP4_ROW || x.size(1) % 32 == 0, "x must be (m, k) with k a multiple of 32");
   DeviceGuard guard(x.get_device_index());
-  Tensor out = make(x, x.size(0), x.size(1), type), scale = make(x, x.size(0), 1, ScalarType::Float);
+  Tensor out = make(x, x.sizes(), type), scale = make(x, {x.size(0), 1}, ScalarType::Float);
   launch_encode_rows(x.data_ptr(), type, x.size(0), x.size(1), int(format), decoded, out.data_ptr(), static_cast<float*>(scale.data_ptr()), current_stream(x));
   return {out, scale};
 }

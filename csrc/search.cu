@@ -35,13 +35,9 @@ std::tuple<Tensor, Tensor, Tensor> encode_search(const Tensor& x, const Tensor& 
   int64_t rows = x.size(0), k = x.size(1), blocks = rows * k / 16;
   STD_TORCH_CHECK(blocks < int64_t(1) << 30, "x must hold fewer than 2^34 values");
   DeviceGuard guard(x.get_device_index());
-  auto make = [&](int64_t r, int64_t n, ScalarType type) {
-    int64_t size[] = {r, n};
-    return torch::stable::new_empty(x, {size, 2}, type);
-  };
   const ScalarType type_of_values = values_type(out);
-  Tensor codes = make(rows, k / 2, ScalarType::Byte), scale = make(rows, k / 16, ScalarType::Byte);
-  Tensor values = out ? make(rows, k, type_of_values) : make(0, 0, ScalarType::Byte);
+  Tensor codes = make(x, {rows, k / 2}, ScalarType::Byte), scale = make(x, {rows, k / 16}, ScalarType::Byte);
+  Tensor values = out ? make(x, {rows, k}, type_of_values) : make(x, {0, 0}, ScalarType::Byte);
   SearchArgs p{x.data_ptr(), outer.numel() ? static_cast<const float*>(outer.data_ptr()) : nullptr, static_cast<uint8_t*>(codes.data_ptr()),
                static_cast<uint8_t*>(scale.data_ptr()), values.data_ptr(), int(out), int(operand), int(blocks)};
   int64_t wanted = (blocks + THREADS - 1) / THREADS, most = int64_t(multiprocessors()) * RESIDENT;

@@ -105,8 +105,7 @@ Tensor decode_values(const Tensor& codes, const Tensor& scale, const std::option
   const DecodeWeight w = {codes, scale, zero, none, none};
   check_weight(w, type, k, plan.packing(), codes);
   DeviceGuard guard(codes.get_device_index());
-  const int64_t size[] = {n, k};
-  Tensor values = torch::stable::new_empty(codes, {size, 2}, type);
+  Tensor values = make(codes, {n, k}, type);
   DecodeArgs a = arguments(w, k, plan.packing());
   a.y = values.data_ptr();
   if (n == 0) return values;

@@ -147,11 +147,30 @@ def quantized_linear(
     changed = not tracing and (
         _is_any_autocast_enabled() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
+    plain = type(x) in repeat.PLAIN
+    repeats = plain and not (tracing or changed) and x.get_device() >= repeat.FIRST_DEVICE
+    repeats = repeats and x_held is None and w_held is None and fixed is None and delayed is None
+    plain = plain and type(weight) in repeat.PLAIN
+    with_gradients, leaf = torch.is_grad_enabled(), weight if master is None else master
+    shared = None
+    if repeats and plain:  # a call that the library knows has passed these checks before
+        assert weight is not None
+        if not with_gradients:
+            if (y := replay.product(x, weight, bias, key)) is not None:
+                return y
+        elif leaf is weight and parts is None:
+            rows, columns = shared = _shared(x, x.dtype, recipe, weight)
+            needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+            layer = 0 if rows is columns is None else id(leaf)
+            y, *shared = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
+            if y is not None:
+                if unread:
+                    note_run(weight)
+                return y
     if (
         tracing
         or changed
-        or type(x) not in repeat.PLAIN
-        or type(weight) not in repeat.PLAIN
+        or not plain
         or x.dtype is not weight.dtype  # type: ignore[union-attr]
         or x.dtype not in FLOAT_DTYPES
         or x.device != weight.device  # type: ignore[union-attr]
@@ -164,25 +183,18 @@ def quantized_linear(
             if recipe.backward_operands:
                 return _sharded(x, stored, bias, recipe, sides, random, rank)
             return sharding.linear(functools.partial(_on_shard, recipe), x, stored, bias, *sides)
-    nothing_beside = x_held is None and w_held is None and fixed is None and delayed is None
-    repeats = nothing_beside and not (tracing or changed) and x.get_device() >= repeat.FIRST_DEVICE and x.numel() > 0
-    if not tracing and not torch.is_grad_enabled():
-        if repeats and weight is not None:
-            y = replay.product(x, weight, bias, key)
-            if y is not None:
-                return y
+    repeats = repeats and x.numel() > 0
+    if not tracing and not with_gradients:
         given = Given(key, packed, x_held, w_held, fixed=fixed)
         if repeats:
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
         return multiply(x, weight, bias, given)[0]
     repeats = repeats and parts is None  # the backward of a shard is not repeated
     rows = columns = None
-    leaf = weight if master is None else master
-    if leaf is not None and x_held is None and parts is None and not tracing and leaf.requires_grad:
-        if recipe.fprop_input is not None:
-            rows = codes_of_input(given_x, (x.dtype, recipe.fprop_input))
-        if recipe.wgrad.keeps == "columns":
-            columns = codes_of_input(given_x, (x.dtype, recipe.wgrad))
+    if shared is not None:
+        rows, columns = shared
+    elif leaf is not None and x_held is None and parts is None and not tracing:
+        rows, columns = _shared(given_x, x.dtype, recipe, leaf)
     x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
@@ -190,15 +202,24 @@ def quantized_linear(
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
     layer = 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
-    if repeats and leaf is weight is not None:
-        needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
-        y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
-        if y is not None:
-            if unread:
-                note_run(weight)
-            return y
     given = Given(key, packed, x_held, w_held, random, rows, columns, layer, fixed, delayed, parts, rank, repeats)
     return _applied(x, weight, bias, x_scale, w_scale, given, master)
+
+
+def _shared(
+    x: Tensor, dtype: torch.dtype, recipe: LinearRecipe, leaf: Tensor
+) -> tuple[InputCodes | None, InputCodes | None]:
+    """Return where layers with one input share its codes, made from it in `dtype`, and its column side.
+
+    leaf: takes the weight's gradient.
+    """
+    rows = columns = None
+    if leaf.requires_grad:
+        if recipe.fprop_input is not None:
+            rows = codes_of_input(x, (dtype, recipe.fprop_input))
+        if recipe.wgrad.keeps == "columns":
+            columns = codes_of_input(x, (dtype, recipe.wgrad))
+    return rows, columns
 
 
 @torch.compiler.allow_in_graph

@@ -97,7 +97,8 @@ class QATLayer(PreparedModule):
 
     def matrix(self) -> Tensor:
         """The weight as (N, K), which is what is encoded."""
-        return self.weight
+        weight = self._parameters.get("weight")  # nn.Module takes half a microsecond to find it
+        return self.weight if weight is None else weight
 
     def held_scales(self, side: str) -> Scales | None:
         """Static or learned scales (2-D) and the fitted transform of side "input" or "weight"; None without either."""
@@ -243,9 +244,10 @@ class QATLinear(QATLayer, nn.Linear):
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
             delayed, rank = self.delayed if recipe.history else None, 0 if random is None else ranks.of(self)
-            master = self.master
+            parameters, master = self._parameters, self.master
+            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, as `matrix`
             return quantized_linear(
-                input, self.matrix(), self.bias, recipe, *scales, random, fixed, delayed, None, rank, master
+                input, self.matrix(), bias, recipe, *scales, random, fixed, delayed, None, rank, master
             )
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None

@@ -87,14 +87,14 @@ _known: dict[int, _Known] = {}  # by a number that the library holds
 _numbers = count(1)
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, rank: int = 0) -> Tensor | None:
+def product(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str) -> Tensor | None:
     """Return y of a call that wants no gradient; None where no library knows it.
 
-    recipe, rank: as `function.Given`'s.
+    recipe: as `function.Given`'s.
     """
     if not _plain(x, w, bias):
         return None
-    return _product([x, w] if bias is None else [x, w, bias], _how(recipe, rank, _NO_NEEDS, bias), _forwards)
+    return _product([x, w] if bias is None else [x, w, bias], _how(recipe, 0, _NO_NEEDS, bias), _forwards)
 
 
 def packed_product(
@@ -146,7 +146,7 @@ def step(
     needs: whether x, w and bias want their gradients. Others: as `function.Given`'s.
     """
     if True not in needs:
-        return product(x, w, bias, recipe, rank), rows, columns
+        return product(x, w, bias, recipe), rows, columns
     if repeat.watched():
         return None, rows, columns
     of_rows = None if rows is None else rows.take(layer)
@@ -182,6 +182,8 @@ def _how(
     packed: Encoded | None = None,
 ) -> tuple[Any, ...]:
     """Return all about a call but its tensors. of_rows, of_columns: the codes that another layer left."""
+    if packed is None and True not in needs:  # nothing is shared, and nothing drawn
+        return recipe, bias is None, router.generation()
     found = None if of_rows is None is of_columns else (_shape(of_rows), _shape(of_columns))
     alone = rows is None, columns is None
     return recipe, rank, *needs, bias is None, *alone, found, _shape(packed), router.generation()

@@ -98,14 +98,12 @@ def _encode_search(x: Tensor, outer: Tensor, out: int, operand: bool) -> tuple[T
     return codes, scale, _values(x, out)
 
 
-def _encode_tensor(x: Tensor, kind: int, keep: bool, out: int, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _encode_tensor(x: Tensor, kind: int, keep: bool, out: int, operand: bool) -> list[Tensor]:
     rows, k = x.shape
-    return (
-        x.new_empty((rows, k if kind else k // 2) if keep else (0, 0), dtype=torch.uint8),
-        x.new_empty((rows, k // 16) if keep and not kind else (0, 0), dtype=torch.uint8),
-        x.new_empty(1, 1, dtype=torch.float32),
-        _values(x, out),
-    )
+    made = [x.new_empty(1, 1, dtype=torch.float32)]
+    if keep:
+        made += [x.new_empty(rows, k // n, dtype=torch.uint8) for n in ((1,) if kind else (2, 16))]
+    return [*made, _values(x, out)] if out else made
 
 
 def _encode_fitted(x: Tensor, matrix: Tensor, block: int, known: float) -> tuple[Tensor, Tensor, Tensor]:

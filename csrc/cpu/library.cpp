@@ -111,11 +111,6 @@ void over_rows(int64_t n, int64_t work, const F& f) {
   torch::stable::parallel_for(0, strips, grain, [&](int64_t from, int64_t to) { f(from * STRIP, to * STRIP < n ? to * STRIP : n); });
 }
 
-Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
-  const int64_t size[] = {rows, columns};
-  return torch::stable::new_empty(like, {size, 2}, type);
-}
-
 // y (M, N), in x's type, of x (M, K) and a packed W.
 Tensor decode_mm(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scale, const std::optional<Tensor>& zero, const std::optional<Tensor>& alpha_x,
                  const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias, int64_t kind, int64_t group) {
@@ -123,11 +118,11 @@ Tensor decode_mm(const Tensor& x, const Tensor& codes, const std::optional<Tenso
   check_matrix(x, "x"), check_floats(x, "x");
   STD_TORCH_CHECK(x.size(1) == w.k, "x must be (M, K)");
   const int64_t m = x.size(0);
-  Tensor y = make(x, m, w.n, x.scalar_type());
+  Tensor y = make(x, {m, w.n}, x.scalar_type());
   const Epilogue e = epilogue(y, alpha_x, alpha_w, bias);
   const Kernels& run = chosen();
   alignas(64) static thread_local float few[FEW_VALUES];  // asking torch for memory takes as long as a small layer
-  const std::optional<Tensor> many = m * w.k > FEW_VALUES ? std::optional(make(x, m, w.k, ScalarType::Float)) : std::nullopt;
+  const std::optional<Tensor> many = m * w.k > FEW_VALUES ? std::optional(make(x, {m, w.k}, ScalarType::Float)) : std::nullopt;
   float* const values = many ? static_cast<float*>(many->data_ptr()) : few;
   run.arrange(x.data_ptr(), bfloat16(x), w.kind != INT8, m * w.k, values);
   over_rows(w.n, m * w.k, [&](int64_t from, int64_t to) { run.products(w, values, m, from, to, e); });
@@ -139,7 +134,7 @@ Tensor integer_mm(const Tensor& x, const Tensor& codes, const std::optional<Tens
   const Weight w = weight(codes, std::nullopt, std::nullopt, INT8, 0);
   check_matrix(x, "x");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Char && x.size(1) == w.k && w.k <= LONGEST, "x must be int8, (M, K), and K at most 65536");
-  Tensor y = make(x, x.size(0), w.n, to_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
+  Tensor y = make(x, {x.size(0), w.n}, to_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
   const Epilogue e = epilogue(y, alpha_x, alpha_w, bias);
   const Kernels& run = chosen();
   over_rows(w.n, (x.size(0) * w.k + 3) / 4, [&](int64_t from, int64_t to) { run.integer_products(w, static_cast<const int8_t*>(x.data_ptr()), x.size(0), from, to, e); });
@@ -150,7 +145,7 @@ Tensor integer_mm(const Tensor& x, const Tensor& codes, const std::optional<Tens
 Tensor decode(const Tensor& codes, const std::optional<Tensor>& scale, const std::optional<Tensor>& zero, int64_t kind, int64_t group, bool to_bfloat16) {
   const Weight w = weight(codes, scale, zero, kind, group);
   STD_TORCH_CHECK(!to_bfloat16 || w.bfloat16 || w.kind == INT8, "float32 scales make float32 values");
-  Tensor out = make(codes, w.n, w.k, to_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
+  Tensor out = make(codes, {w.n, w.k}, to_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
   const Kernels& run = chosen();
   over_rows(w.n, w.k, [&](int64_t from, int64_t to) { run.values(w, from, to, out.data_ptr(), to_bfloat16); });
   return out;
@@ -161,8 +156,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_int8_rows(const Tensor& x, boo
   check_matrix(x, "x"), check_floats(x, "x");
   const int64_t m = x.size(0), k = x.size(1);
   STD_TORCH_CHECK(k > 0, "x must have values");
-  Tensor codes = make(x, m, k, ScalarType::Char), scale = make(x, m, 1, ScalarType::Float);
-  Tensor zero = make(x, asymmetric ? m : 0, asymmetric ? 1 : 0, ScalarType::Char), values = make(x, operand ? m : 0, operand ? k : 0, x.scalar_type());
+  Tensor codes = make(x, {m, k}, ScalarType::Char), scale = make(x, {m, 1}, ScalarType::Float);
+  Tensor zero = make(x, {asymmetric ? m : 0, asymmetric ? 1 : 0}, ScalarType::Char), values = make(x, {operand ? m : 0, operand ? k : 0}, x.scalar_type());
   const Kernels& run = chosen();
   torch::stable::parallel_for(0, m, WORK / 4 / k + 1, [&](int64_t from, int64_t to) {
     run.encode_rows(x.data_ptr(), bfloat16(x), asymmetric, from, to, k, static_cast<int8_t*>(codes.data_ptr()), static_cast<float*>(scale.data_ptr()),
@@ -176,7 +171,7 @@ std::tuple<Tensor, Tensor, Tensor> encode_int4(const Tensor& x, int64_t group) {
   check_matrix(x, "x"), check_floats(x, "x");
   const int64_t n = x.size(0), k = x.size(1);
   STD_TORCH_CHECK(k > 0 && group > 0 && group % 32 == 0 && k % group == 0, "groups must be multiples of 32 that divide K");
-  Tensor codes = make(x, n, k / 2, ScalarType::Byte), scale = make(x, n, k / group, x.scalar_type()), zero = make(x, n, k / group, x.scalar_type());
+  Tensor codes = make(x, {n, k / 2}, ScalarType::Byte), scale = make(x, {n, k / group}, x.scalar_type()), zero = make(x, {n, k / group}, x.scalar_type());
   const Kernels& run = chosen();
   over_rows(n, k, [&](int64_t from, int64_t to) { run.encode_int4(x.data_ptr(), bfloat16(x), from, to, k, group, static_cast<uint8_t*>(codes.data_ptr()), scale.data_ptr(), zero.data_ptr()); });
   return {codes, scale, zero};

@@ -178,6 +178,36 @@ def test_a_call_without_gradients_is_the_librarys_where_it_is_ordinary(
         assert torch.equal(model(x), want) and found[1] is None
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("recipe", ["int4-g128", "fp8-hybrid"])
+def test_bad_input_is_refused_where_the_layers_calls_are_known(
+    recipe: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before it ran: of another width, dtype or device, and under torch.func's transforms and derivatives."""
+    monkeypatch.setattr(repeat, "FIRST_DEVICE", -1)
+    monkeypatch.setattr(replay, "_forwards", repeat.Repeats())
+    model = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16))
+    quantize_(model, get_recipe(recipe).prepare())
+    x = torch.ones(16, 128, dtype=torch.bfloat16)
+    bad: list[Any] = [x[:, :64], x.long(), x.to("meta"), torch.ones((), dtype=x.dtype), x.double()]
+    with torch.set_grad_enabled(grad):
+        for _ in range(6):
+            y = model(x)
+            if grad:
+                y.backward(torch.ones_like(y))
+        assert replay._forwards.told and not isinstance(y.grad_fn, BackwardCFunction)
+        for t in bad:
+            with pytest.raises(ValueError, match="0: "):
+                model(t)
+        with pytest.raises(ValueError, match="0: "):
+            torch.func.vmap(model)(x.unsqueeze(0))
+        with pytest.raises(ValueError, match="0: "), torch.autograd.forward_ad.dual_level():
+            model(torch.autograd.forward_ad.make_dual(x, x))
+        with torch.autocast("cpu", torch.float16):
+            assert model(x).dtype == torch.float16
+        assert torch.equal(model(x), y)
+
+
 PACKED = ["fp8-hybrid", "nvfp4", "nvfp4-training", "int8-int4", "mxfp8", "int8"]
 
 

@@ -34,10 +34,11 @@ def why_not(r: CodecRequest) -> str | None:
 def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> Side:
     """Codes, if `keep`, and values in `dtype`, unless it is None; x starts on 16 bytes."""
     fp8 = format.block is None
-    codes, scale, whole, values = native.operator("encode_tensor")(x_RK, int(fp8), keep, native.OUT[dtype], operand)
-    e = None
-    if keep and fp8:
-        e = Encoded(codes.view(torch.float8_e4m3fn), whole, None, None, x_RK.shape[1])
-    elif keep:
-        e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, whole, x_RK.shape[1])
-    return Side(e, values, whole)
+    whole, *made = native.operator("encode_tensor")(x_RK, int(fp8), keep, native.OUT[dtype], operand)
+    values = None if dtype is None else made.pop()
+    if not keep:
+        return Side(None, values, whole)
+    codes, k = made[0], x_RK.shape[1]
+    if fp8:
+        return Side(Encoded(codes.view(torch.float8_e4m3fn), whole, None, None, k), values, whole)
+    return Side(Encoded(codes, made[1].view(torch.float8_e4m3fn), None, whole, k), values, whole)
