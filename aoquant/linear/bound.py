@@ -91,6 +91,7 @@ class BoundWeight:
             or type(x) not in repeat.PLAIN
             or not self.ordinary
             or x.device != self._device
+            or x.is_neg()
             or _len_torch_dispatch_stack()
             or _is_any_autocast_enabled()
             or _is_torch_function_mode_enabled()

@@ -152,17 +152,18 @@ def quantized_linear(
     repeats = repeats and x_held is None and w_held is None and fixed is None and delayed is None
     plain = plain and type(weight) in repeat.PLAIN
     with_gradients, leaf = torch.is_grad_enabled(), weight if master is None else master
-    shared = None
-    if repeats and plain:  # a call that the library knows has passed these checks before
+    shared: tuple[Any, Any] | None = None
+    if repeats and plain:  # a call that the library knows has passed the checks below
         assert weight is not None
         if not with_gradients:
             if (y := replay.product(x, weight, bias, key)) is not None:
                 return y
         elif leaf is weight and parts is None:
-            rows, columns = shared = _shared(x, x.dtype, recipe, weight)
+            rows, columns = _shared(x, x.dtype, recipe, weight)
             needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
             layer = 0 if rows is columns is None else id(leaf)
-            y, *shared = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
+            y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
+            shared = rows, columns
             if y is not None:
                 if unread:
                     note_run(weight)

@@ -84,8 +84,9 @@ class Op(Generic[P, R]):
             if type(value) is Encoded:
                 value = value.codes
             for t in value if type(value) is Scales else (value,):
-                if t is not None and not (type(t) in PLAIN and (t.is_cuda or t.is_cpu)):
-                    return self._dispatched(given)  # a subclass, or a tensor on meta, must meet the dispatcher
+                if t is not None and not (type(t) in PLAIN and (t.is_cuda or t.is_cpu) and not t.is_neg()):
+                    # a subclass, a tensor on meta, or one that torch has yet to negate must meet the dispatcher
+                    return self._dispatched(given)
         first = given[0].codes if type(given[0]) is Encoded else given[0]
         if torch.is_autocast_enabled(first.device.type):
             return self._without_autocast(given, first.device.type)

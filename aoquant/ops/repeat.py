@@ -180,7 +180,7 @@ def ordinary_call(arguments: Sequence[Tensor | None]) -> tuple[list[Tensor], int
     for i, t in enumerate(arguments):
         if t is None:
             missing += 1 << i
-        elif type(t) in PLAIN:
+        elif type(t) in PLAIN and not t.is_neg():
             there.append(t)
         else:  # hooks of saved tensors may change anything
             return None

@@ -28,6 +28,9 @@ from aoquant.formats import Encoded, Format, Operand, as_operand
 
 # (role or None for all, name), the innermost last
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
+_TLS = (
+    "aoquant_backend"  # of what torch gives to the threads that work for one: (that one's number, what is forced there)
+)
 _log = logging.getLogger("aoquant.router")
 _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
@@ -155,7 +158,7 @@ def generation() -> int:
 
 def forcing() -> bool:
     """Return whether any backend is forced now, by a block or by the environment."""
-    return bool(_forced.get()) or bool(_variables.get(_VARIABLE))
+    return bool(_blocks()) or bool(_variables.get(_VARIABLE))
 
 
 def backend_names(role: str = "gemm") -> list[str]:
@@ -186,12 +189,30 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
             f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known)}"
         )
     token = _forced.set((*_forced.get(), (role, name)))
+    _leave_to_backwards()
     _opened(1)
     try:
         yield
     finally:
         _opened(-1)
         _forced.reset(token)
+        _leave_to_backwards()
+
+
+def _leave_to_backwards() -> None:
+    """Leave what blocks force here to autograd's threads, which run a GPU's backwards without the context of the thread
+    that waits for them.
+    """
+    torch._C._stash_obj_in_tls(_TLS, (threading.get_ident(), _forced.get()))
+
+
+def _blocks() -> tuple[tuple[str | None, str], ...]:
+    """Return what blocks force: those that are open here or, in a thread of autograd's, around its backward."""
+    found = _forced.get()
+    if found or not any_open or not torch._C._is_key_in_tls(_TLS):
+        return found
+    thread, left = torch._C._get_obj_in_tls(_TLS)
+    return () if thread == threading.get_ident() else left
 
 
 def _opened(blocks: int) -> None:
@@ -216,7 +237,7 @@ def forced(role: str) -> tuple[str | None, bool]:
     """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that
     role alone).
     """
-    for of, name in reversed(_forced.get()):
+    for of, name in reversed(_blocks()):
         if of in (None, role):
             return name, of is not None
     by_role = _by_role(os.environ.get(_ENVIRONMENT, ""))
@@ -294,7 +315,7 @@ def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Back
     """`route(request(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    key = request, fields, _forced.get(), _variables.get(_VARIABLE)
+    key = request, fields, _blocks(), _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
         found = _remembered(key, route(request(*fields)))
@@ -305,7 +326,7 @@ def fused(*fields: Any) -> Backend | None:
     """The backend for a `CodecRequest` of these fields, in a role without a reference, remembered; None where its parts
     are made one after the other.
     """
-    key = fused, fields, _forced.get(), _variables.get(_VARIABLE)
+    key = fused, fields, _blocks(), _variables.get(_VARIABLE)
     if key in _routes:
         return _routes[key]
     request = CodecRequest(*fields)

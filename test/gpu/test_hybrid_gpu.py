@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Encoded, Operand, Random, as_operand, get_operand
 from aoquant.linear.prepared import RANDOM
-from aoquant.ops import CodecRequest, Request, backward, codec
+from aoquant.ops import CodecRequest, Request, backward, codec, router
 from aoquant.ops.encoding import padded
 from aoquant.ops.quantized import Ask
 from aoquant.recipes import get_recipe
@@ -331,3 +332,41 @@ def test_a_forward_source_transposes_no_one_dimensional_codes() -> None:
         with backend("reference", role="quantize"), backend("reference", role="decode"):
             for got, want in zip(kernel, step(linear, x, g), strict=True):
                 assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-hybrid", "nvfp4", "mxfp4", "int4-g128"])
+def test_tensors_that_torch_has_yet_to_negate(recipe: str) -> None:
+    """The imaginary parts of a conjugate are a view that says so, and kernels read its memory alone."""
+    x, dy = (torch.randn(64, 256, dtype=torch.complex64, device="cuda").conj().imag for _ in range(2))
+    assert x.is_neg() and dy.is_neg()
+    model = nn.Sequential(nn.Linear(256, 256, device="cuda"))
+    quantize_(model, get_recipe(recipe).prepare())
+
+    def step(x: Tensor, dy: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        return [y := model(x), *torch.autograd.grad(y, [x, model[0].weight], dy)]
+
+    for _ in range(4):
+        want = step(x.resolve_neg(), dy.resolve_neg())
+        assert all(map(torch.equal, step(x, dy), want))
+    quantize_(model, QATConfig(step="convert"))
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), model(x.resolve_neg()))
+
+
+def test_a_block_rules_the_backwards_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which autograd runs in a thread of its own; and it rules no backward after it."""
+    model, chosen = nn.Sequential(nn.Linear(256, 256, dtype=torch.bfloat16, device="cuda")), list[str]()
+    quantize_(model, get_recipe("fp8-hybrid").prepare())
+    monkeypatch.setattr(router, "told", lambda request, name: chosen.append(name))
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    for _ in range(4):
+        model(x).sum().backward()
+    for force in (True, False, True):
+        router._routes.clear()
+        y = model(x).sum()
+        chosen.clear()
+        with backend("reference") if force else nullcontext():
+            y.backward()
+        assert ("reference" in chosen) == force

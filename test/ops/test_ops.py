@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aoquant import backend, explain, get_format, ops
 from aoquant.formats import Encoded, Scales, get_operand
-from aoquant.ops import CONTRACTS, Request, flops
+from aoquant.ops import CONTRACTS, Request, flops, router
 
 K, N, M = 192, 16, 6  # a multiple of every block; N and K of 16 for torch._scaled_mm
 
@@ -297,6 +298,16 @@ def test_the_dispatcher_and_the_body_give_the_same_encoded_matrix(name: str) -> 
     assert not unequal_parts(direct, registered)
 
 
+def test_no_body_is_given_a_tensor_that_torch_has_yet_to_negate() -> None:
+    """A view such as the imaginary part of a conjugate: kernels read its memory, which has the other sign."""
+    x, operand, given = torch.randn(5, K, dtype=torch.complex64).conj().imag, get_operand("nvfp4"), list[Tensor]()
+    real = ops.encode.body
+    with torch.no_grad(), mock.patch.object(ops.encode, "body", lambda t, *rest: given.append(t) or real(t, *rest)):
+        made = coded(x, operand)
+        assert not unequal_parts(made, coded(x.resolve_neg(), operand))
+    assert x.is_neg() and len(given) == 2 and not any(t.is_neg() for t in given)
+
+
 # The router
 
 
@@ -354,6 +365,24 @@ def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
     assert_equal(ops.matmul(*args).y, free)
     # the reference multiplies the scales one after the other, so in float32 the two can be told apart
     assert not torch.equal(reference, free)
+
+
+def test_a_block_rules_the_threads_that_work_for_its_own() -> None:
+    """As autograd's do for a backward on a GPU: torch gives them what is left in the thread that waits."""
+    found = list[bool]()
+    with backend("reference"):
+        left = torch._C._get_obj_in_tls(router._TLS)
+
+    def work() -> None:
+        torch._C._stash_obj_in_tls(router._TLS, left)
+        found.append(router.forcing())
+        with ThreadPoolExecutor(1) as other:  # a thread that has nothing of the block
+            found.append(other.submit(router.forcing).result())
+
+    for force in (True, False):
+        with backend("reference") if force else nullcontext(), ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
+    assert found == [True, False, False, False] and not router.forcing()
 
 
 def test_forcing_a_backend_that_cannot_run_says_why() -> None:

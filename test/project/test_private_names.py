@@ -41,6 +41,11 @@ USES = [
         "_are_functorch_transforms_active _is_any_autocast_enabled _is_torch_function_mode_enabled _len_torch_dispatch_stack",
         "whether a call is ordinary, asked in every call: public ways ask for one device or mode, or there is none",
     ),
+    (
+        "torch._C",
+        "_stash_obj_in_tls _is_key_in_tls _get_obj_in_tls",
+        "the one place that autograd's threads take from the thread whose backward they run",
+    ),
     ("torch.autograd.forward_ad", "_current_level", "the same for forward-mode derivatives"),
     ("torch._dynamo", "compiled_autograd", "it is to trace a backward, and has no public way to ask whether it will"),
     (
