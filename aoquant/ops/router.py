@@ -28,9 +28,7 @@ from aoquant.formats import Encoded, Format, Operand, as_operand
 
 # (role or None for all, name), the innermost last
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
-_TLS = (
-    "aoquant_backend"  # of what torch gives to the threads that work for one: (that one's number, what is forced there)
-)
+_CONTEXT = "context"  # torch's name for what it leaves to the threads of a backward
 _log = logging.getLogger("aoquant.router")
 _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
@@ -189,30 +187,23 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
             f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known)}"
         )
     token = _forced.set((*_forced.get(), (role, name)))
-    _leave_to_backwards()
     _opened(1)
     try:
         yield
     finally:
         _opened(-1)
         _forced.reset(token)
-        _leave_to_backwards()
-
-
-def _leave_to_backwards() -> None:
-    """Leave what blocks force here to autograd's threads, which run a GPU's backwards without the context of the thread
-    that waits for them.
-    """
-    torch._C._stash_obj_in_tls(_TLS, (threading.get_ident(), _forced.get()))
 
 
 def _blocks() -> tuple[tuple[str | None, str], ...]:
-    """Return what blocks force: those that are open here or, in a thread of autograd's, around its backward."""
+    """Return what blocks force: those that are open here or, in a thread of autograd's, around its backward, whose context
+    torch leaves to that thread.
+    """
     found = _forced.get()
-    if found or not any_open or not torch._C._is_key_in_tls(_TLS):
+    if found or not any_open or not torch._C._is_key_in_tls(_CONTEXT):
         return found
-    thread, left = torch._C._get_obj_in_tls(_TLS)
-    return () if thread == threading.get_ident() else left
+    context = torch._C._get_obj_in_tls(_CONTEXT)
+    return () if context is None else context.get(_forced, ())
 
 
 def _opened(blocks: int) -> None:

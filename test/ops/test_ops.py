@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -368,20 +369,16 @@ def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
 
 
 def test_a_block_rules_the_threads_that_work_for_its_own() -> None:
-    """As autograd's do for a backward on a GPU: torch gives them what is left in the thread that waits."""
+    """As autograd's do for a backward on a GPU: torch leaves them the context of the thread that waits."""
     found = list[bool]()
     with backend("reference"):
-        left = torch._C._get_obj_in_tls(router._TLS)
-
-    def work() -> None:
-        torch._C._stash_obj_in_tls(router._TLS, left)
-        found.append(router.forcing())
-        with ThreadPoolExecutor(1) as other:  # a thread that has nothing of the block
-            found.append(other.submit(router.forcing).result())
+        context = contextvars.copy_context()
 
     for force in (True, False):
         with backend("reference") if force else nullcontext(), ThreadPoolExecutor(1) as pool:
-            pool.submit(work).result()
+            for left in (context, None):
+                with mock.patch.multiple(torch._C, _is_key_in_tls=lambda _: True, _get_obj_in_tls=lambda _: left):  # noqa: B023
+                    found.append(pool.submit(router.forcing).result())
     assert found == [True, False, False, False] and not router.forcing()
 
 

@@ -43,8 +43,8 @@ USES = [
     ),
     (
         "torch._C",
-        "_stash_obj_in_tls _is_key_in_tls _get_obj_in_tls",
-        "the one place that autograd's threads take from the thread whose backward they run",
+        "_is_key_in_tls _get_obj_in_tls",
+        "what autograd's threads have of the thread whose backward they run",
     ),
     ("torch.autograd.forward_ad", "_current_level", "the same for forward-mode derivatives"),
     ("torch._dynamo", "compiled_autograd", "it is to trace a backward, and has no public way to ask whether it will"),
