@@ -156,6 +156,7 @@ def test_which_sides_one_kernel_makes_at_once(
     assert (said("triton", "sides", row, **given) is None) == takes
     if row == columns == "te-fp8-tensor":
         assert said("triton", "sides", row, **given, k=40) == "reads rows of float8 by 16, got K = 40"
+        assert said("triton", "sides", row, **given, dtype=torch.float32) is not None
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ def _why_not_sides(r: CodecRequest) -> str | None:
         same = r.columns is not None and r.columns.name == r.operand.name and r.operand.transform is None
         if not same or kernels is None or not kernels.sides(r.operand.format):
             return f"has no kernel that writes codes of {r.operand.name} of x and of {columns} of x^T"
+        if r.dtype is torch.float32:
+            return "writes codes of float32 values to wrong places of x^T, as Triton 3.6 compiles it"
         return triton_kernels.why_not(r)
     strips = triton_kernels.in_strips(r.operand, r.columns)
     if r.codes or r.column_codes:
