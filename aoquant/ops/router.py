@@ -28,7 +28,6 @@ from aoquant.formats import Encoded, Format, Operand, as_operand
 
 # (role or None for all, name), the innermost last
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
-_CONTEXT = "context"  # torch's name for what it leaves to the threads of a backward
 _log = logging.getLogger("aoquant.router")
 _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
@@ -129,7 +128,7 @@ class Backend:
 
 
 _backends: list[Backend] = []
-_open_blocks = 0  # of `backend`, in all threads
+_open: list[tuple[tuple[str | None, str], ...]] = []  # what blocks of `backend` force, in all threads
 any_open = False  # whether there is one: compiled code that calls an operator by itself guards on it, so it is no count
 _opening = threading.Lock()
 _watchers: list[Callable[[int], None]] = []  # of how many blocks are open
@@ -156,7 +155,7 @@ def generation() -> int:
 
 def forcing() -> bool:
     """Return whether any backend is forced now, by a block or by the environment."""
-    return bool(_blocks()) or bool(_variables.get(_VARIABLE))
+    return (any_open and bool(_blocks())) or bool(_variables.get(_VARIABLE))
 
 
 def backend_names(role: str = "gemm") -> list[str]:
@@ -186,31 +185,39 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
         raise ValueError(
             f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known)}"
         )
-    token = _forced.set((*_forced.get(), (role, name)))
-    _opened(1)
+    whole = (*_forced.get(), (role, name))
+    token = _forced.set(whole)
+    _opened(1, whole)
     try:
         yield
     finally:
-        _opened(-1)
+        _opened(-1, whole)
         _forced.reset(token)
 
 
 def _blocks() -> tuple[tuple[str | None, str], ...]:
-    """Return what blocks force: those that are open here or, in a thread of autograd's, around its backward, whose context
-    torch leaves to that thread.
+    """Return what blocks that are open force: here or, in a thread that Python did not begin, in the last that was
+    opened anywhere: autograd runs a GPU's backwards in such threads.
     """
     found = _forced.get()
-    if found or not any_open or not torch._C._is_key_in_tls(_CONTEXT):
+    if found or not isinstance(threading.current_thread(), threading._DummyThread):
         return found
-    context = torch._C._get_obj_in_tls(_CONTEXT)
-    return () if context is None else context.get(_forced, ())
+    last = _open[-1:]  # another thread may leave its block now
+    return last[0] if last else ()
 
 
-def _opened(blocks: int) -> None:
-    global _open_blocks, any_open
+def _opened(blocks: int, forced: tuple[tuple[str | None, str], ...] = ()) -> None:
+    """Tell the watchers that a block is open (1), or no longer (-1), or that backends were added (0).
+
+    forced: what the block forces, with those around it.
+    """
+    global any_open
     with _opening:
-        _open_blocks += blocks
-        any_open = _open_blocks > 0
+        if blocks > 0:
+            _open.append(forced)
+        elif blocks < 0:
+            _open.remove(forced)
+        any_open = bool(_open)
         for watcher in _watchers:
             watcher(blocks)
 
@@ -221,14 +228,14 @@ def watch(watcher: Callable[[int], None]) -> None:
     """
     with _opening:
         _watchers.append(watcher)
-        watcher(_open_blocks)
+        watcher(len(_open))
 
 
 def forced(role: str) -> tuple[str | None, bool]:
     """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that
     role alone).
     """
-    for of, name in reversed(_blocks()):
+    for of, name in reversed(_blocks() if any_open else ()):
         if of in (None, role):
             return name, of is not None
     by_role = _by_role(os.environ.get(_ENVIRONMENT, ""))
@@ -306,7 +313,7 @@ def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Back
     """`route(request(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    key = request, fields, _blocks(), _variables.get(_VARIABLE)
+    key = request, fields, any_open and _blocks(), _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
         found = _remembered(key, route(request(*fields)))
@@ -317,7 +324,7 @@ def fused(*fields: Any) -> Backend | None:
     """The backend for a `CodecRequest` of these fields, in a role without a reference, remembered; None where its parts
     are made one after the other.
     """
-    key = fused, fields, _blocks(), _variables.get(_VARIABLE)
+    key = fused, fields, any_open and _blocks(), _variables.get(_VARIABLE)
     if key in _routes:
         return _routes[key]
     request = CodecRequest(*fields)

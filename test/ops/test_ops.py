@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
+import _thread
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -368,17 +369,14 @@ def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
     assert not torch.equal(reference, free)
 
 
-def test_a_block_rules_the_threads_that_work_for_its_own() -> None:
-    """As autograd's do for a backward on a GPU: torch leaves them the context of the thread that waits."""
-    found = list[bool]()
-    with backend("reference"):
-        context = contextvars.copy_context()
-
+def test_a_block_rules_threads_that_python_did_not_begin() -> None:
+    """As autograd's are that run a GPU's backwards; other threads have blocks of their own."""
+    found, done = list[bool](), threading.Semaphore(0)
     for force in (True, False):
         with backend("reference") if force else nullcontext(), ThreadPoolExecutor(1) as pool:
-            for left in (context, None):
-                with mock.patch.multiple(torch._C, _is_key_in_tls=lambda _: True, _get_obj_in_tls=lambda _: left):  # noqa: B023
-                    found.append(pool.submit(router.forcing).result())
+            _thread.start_new_thread(lambda: (found.append(router.forcing()), done.release()), ())
+            done.acquire(timeout=60)
+            found.append(pool.submit(router.forcing).result())
     assert found == [True, False, False, False] and not router.forcing()
 
 

@@ -42,9 +42,9 @@ USES = [
         "whether a call is ordinary, asked in every call: public ways ask for one device or mode, or there is none",
     ),
     (
-        "torch._C",
-        "_is_key_in_tls _get_obj_in_tls",
-        "what autograd's threads have of the thread whose backward they run",
+        "threading",
+        "_DummyThread",
+        "how Python tells a thread that it did not begin, as autograd's are; the name is documented",
     ),
     ("torch.autograd.forward_ad", "_current_level", "the same for forward-mode derivatives"),
     ("torch._dynamo", "compiled_autograd", "it is to trace a backward, and has no public way to ask whether it will"),

@@ -143,13 +143,6 @@ EQUIVALENT = [
         "Tiles have the bytes of the whole, so from which size on a matrix is cut is a question of speed.",
     ),
     Equivalent(
-        "ops/router.py",
-        "any_open = _open_blocks > 0",
-        "any_open = _open_blocks >= 0",
-        "A packed layer then goes on by the general path, which has the bits of the bound one, and asks which backend is forced. "
-        + _TIME,
-    ),
-    Equivalent(
         "formats/kv.py",
         "codes = _half_away(y).clamp(-128, 127).nan_to_num(0.0).to(torch.int8)",
         "codes = (_half_away(y).clamp(-128, 127)).to(torch.int8)",
