@@ -96,27 +96,30 @@ _inputs: dict[int, _Input] = {}
 _latest: weakref.ref[InputCodes] | None = None  # the encoding that is held
 
 
-def codes_of_input(x: Tensor, how: Hashable) -> InputCodes | None:
-    """Return where layers find and leave the encoding of x that is made as `how` says; None where nothing may be
-    shared.
+def codes_of_input(x: Tensor, dtype: torch.dtype, ways: Sequence[Hashable]) -> list[InputCodes | None]:
+    """Return where layers find and leave each encoding of x, as values of `dtype`, that is made as a way says; None for
+    a way that is None, and where nothing may be shared.
     """
     if type(x) not in PLAIN or x.is_inference():
-        return None
+        return [None] * len(ways)
     stream = 0
     if x.is_cuda:
         if torch.cuda.is_current_stream_capturing():
-            return None
+            return [None] * len(ways)
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     whole = x if x._base is None else x._base
     key = id(whole)
-    found = _inputs.get(key)
-    if found is None or found.ref() is not whole or found.version != whole._version:
-        found = _inputs[key] = _Input(whole, key)
-    what = x.data_ptr(), x.shape, x.stride(), x.dtype, how, stream
-    codes = found.encodings.get(what)
-    if codes is None:
-        codes = found.encodings[what] = InputCodes()
-    return codes
+    seen = _inputs.get(key)
+    if seen is None or seen.ref() is not whole or seen.version != whole._version:
+        seen = _inputs[key] = _Input(whole, key)
+    view = x.data_ptr(), x.shape, x.stride(), x.dtype, dtype, stream
+    found = list[InputCodes | None]()
+    for way in ways:
+        codes = None
+        if way is not None and (codes := seen.encodings.get((view, way))) is None:
+            codes = seen.encodings[view, way] = InputCodes()
+        found.append(codes)
+    return found
 
 
 class Seen:

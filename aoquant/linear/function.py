@@ -152,18 +152,20 @@ def quantized_linear(
     repeats = repeats and x_held is None and w_held is None and fixed is None and delayed is None
     plain = plain and type(weight) in repeat.PLAIN
     with_gradients, leaf = torch.is_grad_enabled(), weight if master is None else master
-    shared: tuple[Any, Any] | None = None
+    rows = columns = None
+    asked = False  # where x's codes are shared
     if repeats and plain:  # a call that the library knows has passed the checks below
         assert weight is not None
         if not with_gradients:
             if (y := replay.product(x, weight, bias, key)) is not None:
                 return y
         elif leaf is weight and parts is None:
-            rows, columns = _shared(x, x.dtype, recipe, weight)
+            if weight.requires_grad:
+                rows, columns = codes_of_input(x, x.dtype, recipe.shared)
             needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
             layer = 0 if rows is columns is None else id(leaf)
             y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
-            shared = rows, columns
+            asked = True
             if y is not None:
                 if unread:
                     note_run(weight)
@@ -191,11 +193,8 @@ def quantized_linear(
             return replay.forward(multiply, x, weight, bias, given, NO_GRADIENT)[0]
         return multiply(x, weight, bias, given)[0]
     repeats = repeats and parts is None  # the backward of a shard is not repeated
-    rows = columns = None
-    if shared is not None:
-        rows, columns = shared
-    elif leaf is not None and x_held is None and parts is None and not tracing:
-        rows, columns = _shared(given_x, x.dtype, recipe, leaf)
+    if not (asked or leaf is None or tracing) and x_held is None and parts is None and leaf.requires_grad:
+        rows, columns = codes_of_input(given_x, x.dtype, recipe.shared)
     x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
@@ -205,22 +204,6 @@ def quantized_linear(
     layer = 0 if rows is columns is None else id(leaf)  # no number of a layer in a compiler's graph
     given = Given(key, packed, x_held, w_held, random, rows, columns, layer, fixed, delayed, parts, rank, repeats)
     return _applied(x, weight, bias, x_scale, w_scale, given, master)
-
-
-def _shared(
-    x: Tensor, dtype: torch.dtype, recipe: LinearRecipe, leaf: Tensor
-) -> tuple[InputCodes | None, InputCodes | None]:
-    """Return where layers with one input share its codes, made from it in `dtype`, and its column side.
-
-    leaf: takes the weight's gradient.
-    """
-    rows = columns = None
-    if leaf.requires_grad:
-        if recipe.fprop_input is not None:
-            rows = codes_of_input(x, (dtype, recipe.fprop_input))
-        if recipe.wgrad.keeps == "columns":
-            columns = codes_of_input(x, (dtype, recipe.wgrad))
-    return rows, columns
 
 
 @torch.compiler.allow_in_graph

@@ -75,6 +75,7 @@ class LinearRecipe:
     reads: str = field(init=False, repr=False, compare=False)
     dgrad: ops.BackwardGemm = field(init=False, repr=False, compare=False)
     wgrad: ops.BackwardGemm = field(init=False, repr=False, compare=False)
+    shared: tuple[Any, Any] = field(init=False, repr=False, compare=False)  # how layers encode one input, by side
 
     def __init__(
         self,
@@ -132,6 +133,7 @@ class LinearRecipe:
         object.__setattr__(self, "dgrad", gemm)
         gemm = law.wgrad(save, input_source, self.fprop_input, self.wgrad_grad_output, self.wgrad_input)
         object.__setattr__(self, "wgrad", gemm)
+        object.__setattr__(self, "shared", (self.fprop_input, gemm if gemm.keeps == "columns" else None))
         object.__setattr__(self, "key", f"{self}, {straight_through}, ops {ops.schemas()}")
         RECIPES[self.key] = self
 
