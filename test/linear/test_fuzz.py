@@ -242,7 +242,8 @@ def in_range(linear: nn.Linear, x: Tensor) -> bool:
     if not x.isfinite().all() or not x.numel():
         return x.numel() == 0
     w_NK, x_MK = linear.weight.detach().double().abs(), x.double().abs().reshape(-1, x.shape[-1])
-    stored = getattr(linear.prepared.recipe.fprop_weight, "stored", None)
+    weight = linear.prepared.recipe.fprop_weight
+    stored = "float16" if "tinygemm-hqq" in weight.name else getattr(weight, "stored", None)  # HQQ's iterations
     dtypes = (linear.weight.dtype, x.dtype, *([getattr(torch, stored)] if stored else []))
     narrow = min(torch.finfo(dtype).max for dtype in dtypes)
     of_codes = torch.finfo(x.dtype).max if linear.prepared.recipe.contract.startswith("int8") else 1e37
