@@ -39,7 +39,8 @@ _INSTALLED: tuple[tuple[str, str, tuple[type[Exception], ...]], ...] = (
 # module, and load through this table alone.
 MOVED = {
     "aoquant.embedding": "aoquant.linear.embedding",
-    "aoquant.integrations.peft_parameters": "aoquant.integrations.peft_layers",
+    "aoquant.integrations.peft_layers": "aoquant.integrations.peft.layers",
+    "aoquant.integrations.peft_parameters": "aoquant.integrations.peft.layers",
     "aoquant.layers.direct_reads": "aoquant.linear.direct_reads",
     "aoquant.layers.embedding": "aoquant.linear.embedding",
     "aoquant.layers.experts": "aoquant.experts.prepared",
@@ -179,7 +180,7 @@ def _allow_packed_tensor(module: ModuleType) -> None:
 
 def _teach_adapters(module: ModuleType) -> None:
     try:
-        importlib.import_module("aoquant.integrations.peft").install(module)
+        importlib.import_module("aoquant.integrations.peft.dispatch").install(module)
     except (AttributeError, ImportError) as error:
         raise ImportError(
             f"aoquant cannot put adapters on its layers with peft {version('peft')} ({error}); it supports peft >=0.21"
@@ -190,7 +191,7 @@ def _installer(name: str, tolerated: tuple[type[Exception], ...]) -> Callable[[M
     def install(module: ModuleType) -> None:
         with contextlib.suppress(*tolerated):
             own = importlib.import_module(f"aoquant.integrations.{name}")
-            if hasattr(own, "install"):  # conv1d teaches by its import
+            if hasattr(own, "install"):  # some teach by their import
                 own.install(module)
 
     return install

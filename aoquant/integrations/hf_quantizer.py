@@ -12,7 +12,6 @@ and what it saves is a float checkpoint. FP-Quant's config does the same whereve
 import copy
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
 from transformers.integrations.torchao import TorchAoDeserialize, TorchAoQuantize
+from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_fp_quant import FPQuantHfQuantizer
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
@@ -45,14 +45,6 @@ from aoquant.quantize import quantize_
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
 _PACKED = ("PackedTensor", "PackedExperts")
-
-
-def install(auto: ModuleType) -> None:
-    """Make these the quantizers of methods "torchao" and "fp_quant" in `transformers.quantizers.auto`."""
-    assert auto.AUTO_QUANTIZER_MAPPING["torchao"] is TorchAoHfQuantizer
-    auto.AUTO_QUANTIZER_MAPPING["torchao"] = Quantizer
-    assert auto.AUTO_QUANTIZER_MAPPING["fp_quant"] is FPQuantHfQuantizer
-    auto.AUTO_QUANTIZER_MAPPING["fp_quant"] = fp_quantizer
 
 
 class Quantizer(TorchAoHfQuantizer):
@@ -314,3 +306,10 @@ def forget_rebuilding(model: Any) -> None:
         model._weight_conversions = [
             c for c in conversions if not any(isinstance(op, TorchAoDeserialize) for op in getattr(c, "operations", ()))
         ]
+
+
+# Here, and in no function that aoquant calls once transformers is imported: this file may be what imports it.
+assert auto.AUTO_QUANTIZER_MAPPING["torchao"] is TorchAoHfQuantizer
+auto.AUTO_QUANTIZER_MAPPING["torchao"] = Quantizer
+assert auto.AUTO_QUANTIZER_MAPPING["fp_quant"] is FPQuantHfQuantizer
+auto.AUTO_QUANTIZER_MAPPING["fp_quant"] = fp_quantizer

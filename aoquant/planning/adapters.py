@@ -17,7 +17,7 @@ from aoquant.planning.changes import Change
 Taken = dict[int, list[Any]]  # by the id of a layer: the adapters on it, from the outermost
 
 
-supports: list[Any] = []  # `integrations/peft_first.py`, once peft is imported
+supports: list[Any] = []  # `integrations/peft/first.py`, once peft is imported
 
 
 def is_adapter(module: Any) -> bool:

@@ -83,3 +83,32 @@ def test_modules_that_moved_import_by_their_old_name(old: str) -> None:
     assert own
     for name in own:
         assert getattr(alias, name) is getattr(module, name), name
+
+
+_TAUGHT = """
+import importlib, sys
+
+importlib.import_module(sys.argv[1])
+from peft.tuners.lora import model
+from transformers import pytorch_utils, trainer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import auto
+from aoquant.linear.kinds import KINDS
+
+assert model.dispatch_torchao.__module__ == "aoquant.integrations.peft.dispatch"
+assert {auto.AUTO_QUANTIZER_MAPPING[m].__module__ for m in ("torchao", "fp_quant")} == {"aoquant.integrations.hf_quantizer"}
+assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("ScaleCallback") == 1
+assert PreTrainedModel.save_pretrained.__code__.co_filename.endswith("pretrained_model.py")
+assert any(kind.plain is pytorch_utils.Conv1D for kind in KINDS)
+"""
+_SLOW = ("conv1d", "peft", "peft.dispatch", "peft.first", "peft.gradients", "pretrained_model", "trainer")
+
+
+@pytest.mark.parametrize(
+    "first", ["peft.layers", "hf_quantizer", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
+)
+def test_a_library_is_taught_whichever_module_is_the_first(first: str) -> None:
+    """Also one that itself imports the library, whose import then meets this module half imported."""
+    program = [sys.executable, "-c", _TAUGHT, f"aoquant.integrations.{first}"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

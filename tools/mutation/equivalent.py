@@ -46,13 +46,13 @@ EQUIVALENT = [
         _MORE,
     ),
     Equivalent(
-        "integrations/peft_gradients.py",
+        "integrations/peft/gradients.py",
         "dx = (grad @ packed_value(w).to(grad.dtype)).to(x_dtype) if needs_x else None",
         "dx = (grad @ packed_value(w).to(grad.dtype)) if needs_x else None",
         _ENGINE,
     ),
     Equivalent(
-        "integrations/peft_gradients.py",
+        "integrations/peft/gradients.py",
         "db = grad.flatten(0, -2).sum(0).to(bias_dtype) if needs_bias else None",
         "db = (grad.flatten(0, -2).sum(0)) if needs_bias else None",
         _ENGINE,

@@ -1,9 +1,9 @@
 """LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model` (docs/peft.md).
 
 peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see
-`_register.py`). Prepare or quantise first, then add adapters; or prepare beneath adapters (`peft_first.py`), while
+`_register.py`). Prepare or quantise first, then add adapters; or prepare beneath adapters (`first.py`), while
 quantising there is refused. Injecting adapters also gives packed layers of torchao's an input gradient
-(`peft_gradients.py`).
+(`gradients.py`).
 """
 
 import functools
@@ -17,23 +17,21 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from aoquant.distributed.gathered import GatheredWeight
-from aoquant.integrations import peft_first, peft_gradients
-from aoquant.integrations.peft_first import tell_frozen
-from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
+from aoquant.integrations.peft import first, gradients
+from aoquant.integrations.peft.first import tell_frozen
+from aoquant.integrations.peft.layers import PackedLoraLinear, QATLoraLinear, QATParamWrapper
 from aoquant.linear.kinds import is_packed, kind_of
 from aoquant.linear.learned_scales import learned_scales
 from aoquant.linear.prepared import PreparedModule, QATLayer, QATLinear
 from aoquant.planning import adapters
 from aoquant.quantize import config_of
 
-__all__ = ["PackedLoraLinear", "QATLoraLinear", "QATParamWrapper", "dispatch", "install"]
-
 
 def install(module: ModuleType) -> None:
     """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`, checks around every tuner's
-    injection, and `peft_first` where `quantize_` meets adapters.
+    injection, and `first` where `quantize_` meets adapters.
     """
-    adapters.supports[:] = [peft_first]
+    adapters.supports[:] = [first]
     before: Callable[..., nn.Module | None] = module.dispatch_torchao
 
     def dispatch_torchao(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
@@ -47,7 +45,7 @@ def install(module: ModuleType) -> None:
         learned = {name: scale for name, scale in learned_scales(model).items() if scale.requires_grad}
         with _only_lora(tuner), _named(model):
             inject(tuner, model, *args, **kwargs)
-        peft_gradients.mend(model)
+        gradients.mend(model)
         tell_frozen([name for name, scale in learned.items() if not scale.requires_grad])
 
     BaseTuner.inject_adapter = inject_adapter

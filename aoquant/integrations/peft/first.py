@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import Linear, ParamWrapper
 from torch import nn
 
 from aoquant._messages import warn
-from aoquant.integrations.peft_layers import KEEP_BASE, QATLoraLinear, QATParamWrapper
+from aoquant.integrations.peft.layers import KEEP_BASE, QATLoraLinear, QATParamWrapper
 from aoquant.linear.learned_scales import learned_scales
 from aoquant.linear.prepared import PreparedModule
 from aoquant.planning.changes import Change
