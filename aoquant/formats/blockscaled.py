@@ -89,7 +89,7 @@ class MX(Format):
 
     def floored(self, e: Encoded) -> Tensor:
         holds_data = (self._blocks(self._values(e)) != 0).any(-1)
-        return (e.scales.view(torch.uint8) == 0) & (self._tiles(holds_data.float()) != 0)
+        return (e.scales.view(torch.uint8) == 0) & self._tiles(holds_data)
 
     def inside(self, e: Encoded) -> Tensor:
         """A block whose largest value was rounded down to one that asks for a smaller scale is moved up, within its

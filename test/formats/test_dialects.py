@@ -142,6 +142,16 @@ def test_dialects_equal_their_definition(name: str, dtype: torch.dtype) -> None:
         assert (e.outer is None) == (outer is None) and (e.outer is None or e.outer.item() == outer), data
 
 
+@pytest.mark.parametrize("power", [55, 61, 62, 80, 119, 121])
+def test_blocks_whose_squares_no_float32_holds_have_scales_of_their_size(power: int) -> None:
+    """As far as a byte goes: 2^128 is beyond it."""
+    fmt, x = get_format("mxfp4-quest"), data_set("normal", 24, 256, torch.float32)
+    e, large = fmt.encode(x), fmt.encode(x * 2.0**power)
+    assert e.scale is not None and large.scale is not None
+    assert torch.equal(large.scale.view(torch.uint8), e.scale.view(torch.uint8) + power)
+    assert torch.equal(large.codes, e.codes)
+
+
 def test_quests_deviation_is_a_difference_of_two_means() -> None:
     """E[x^2] - E[x]^2 in float32, clamped at 0, as published: far from zero it is mostly its own rounding, and often
     negative.

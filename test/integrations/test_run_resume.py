@@ -232,6 +232,16 @@ def test_a_lap_is_the_time_and_memory_since_the_one_before(tmp_path: Path, monke
     assert folder.lap()[1] == 7 and resets == [7]
 
 
+def test_a_number_is_found_once(tmp_path: Path) -> None:
+    """For this process and those after it, whatever it was."""
+    o = job.Options(device="cpu", out=tmp_path / "run")
+    with job.Folder(o) as folder:
+        folder.begin()
+        assert [folder.number(name, lambda: 0.0) for name in ("rate 0.1", "rate 1")] == [0.0, 0.0]
+    with job.Folder(o) as folder:
+        assert [folder.number(name, lambda: 1.0) for name in ("rate 0.1", "rate 2", "rate 2")] == [0.0, 1.0, 1.0]
+
+
 def test_the_order_visits_every_block_before_any_twice() -> None:
     order = tuning.order_of_blocks(7, steps=5, batch=2, seed=1).flatten().tolist()
     assert sorted(order[:7]) == list(range(7)) and len(set(order[7:])) == 3

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from accelerate import cpu_offload
+from support import forked
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -119,6 +120,25 @@ def test_products_are_counted(recipe: str) -> None:
         assert seen.get_total_flops() == 2 * (2 * 3 * 64 * 32)
 
 
+_COUNTED = """
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+import aoquant
+
+model = nn.Sequential(nn.Linear(64, 32))
+aoquant.quantize_(model, "int4-g32")
+with FlopCounterMode(display=False) as seen:
+    model(torch.randn(3, 64))
+assert seen.get_total_flops() == 2 * 3 * 64 * 32
+"""
+
+
+def test_products_are_counted_where_nothing_was_prepared() -> None:
+    done = forked.python(_COUNTED)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("recipe", ["int4-g32", "mxfp8-hp", "quartet"])
 def test_products_of_a_training_step_are_counted(recipe: str) -> None:
     model, x = nn.Sequential(nn.Linear(64, 32, dtype=BF16)), X.repeat(32, 1).requires_grad_()
@@ -142,3 +162,17 @@ def test_a_weight_is_an_inference_tensor_where_its_codes_are() -> None:
             assert [part.is_inference() for part in moved] == [infers] * 4
             assert [part.qdata.is_inference() for part in moved] == [infers] * 4
     assert ordinary(x).shape == (3, 32)
+
+
+def test_packed_weights_of_other_dtypes_or_shapes_are_not_the_same_bits() -> None:
+    """Their codes and scales are, or hold none."""
+    model = nn.Linear(64, 32)
+    weights = []
+    for dtype in (F32, BF16, F32):
+        layer = nn.Linear(64, 32, dtype=dtype)
+        layer.weight.data.copy_(model.weight.bfloat16())
+        quantize_(nn.Sequential(layer), "mxfp4")
+        weights.append(layer.weight)
+    one, other, again = weights
+    assert torch.equal(one.qdata, other.qdata) and same_bits(one, again)
+    assert not same_bits(one, other) and not same_bits(one, one[:16]) and not same_bits(one, model.weight)

@@ -10,12 +10,13 @@ from support.meters import peak_bytes
 from support.models import llama
 from torch import Tensor, nn
 
-from aoquant import CalibrateConfig, calibrate_ptq
+from aoquant import CalibrateConfig, calibrate_ptq, quantize_
 from aoquant.formats import get_format
 from aoquant.formats.levels import Levels
 from aoquant.formats.operand import as_operand
 from aoquant.ops import columns
 from aoquant.ptq import blocks, clip, gptq, gram
+from aoquant.recipes import get_recipe
 
 
 def gram_of(k: int, rows: int = 400) -> tuple[Tensor, Tensor]:
@@ -209,3 +210,17 @@ def test_a_weight_is_decoded_a_few_rows_at_a_time(name: str, monkeypatch: pytest
     peak = peak_bytes(lambda: found.append(gptq.decoded(f, e, torch.bfloat16)))
     assert torch.equal(found[0], f.decode(e, torch.bfloat16).float())
     assert w.nbytes <= peak < 1.3 * w.nbytes
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "hadamard16+nvfp4/hadamard16+nvfp4", "int4-g128"])
+def test_gram_matrices_are_of_what_the_layer_multiplies(recipe: str) -> None:
+    """Of rounded inputs, unless the search is told to leave rounding out; behind the transform either way."""
+    layer, x = nn.Linear(128, 16, dtype=torch.bfloat16), torch.randn(3, 5, 128, dtype=torch.bfloat16)
+    quantize_(model := nn.Sequential(layer), get_recipe(recipe).prepare())
+    operand = model[0].prepared.recipe.fprop_input
+    rows = x.view(15, 128)
+    exact = rows if operand is None else operand.transformed(rows, None)
+    rounded = rows if operand is None else operand.decode(operand.encode(rows), torch.float32)
+    assert torch.equal(gram.multiplied(model[0], x, None), rounded)
+    assert torch.equal(gram.multiplied(model[0], x, None, rounded=False), exact)
+    assert (recipe == "int4-g128") == torch.equal(rounded.float(), exact.float())

@@ -222,6 +222,7 @@ OPTIONS: dict[str, Any] = {
     "stretched range": StretchedIntxWeightConfig(b=2, quant_min=-2, quant_max=1),
     "stretched bits": StretchedIntxWeightConfig(b=8, quant_min=-127.5, quant_max=127.5),
     "stretched default": StretchedIntxWeightConfig(),
+    "stretched scale dtype": StretchedIntxWeightConfig(b=2, quant_min=-1.5, quant_max=1.5, scale_dtype=torch.float32),
 }
 
 
@@ -331,3 +332,11 @@ def test_fp8_says_how_its_kernel_adds_up(fast: bool, preference: KernelPreferenc
     assert model[0].prepared.recipe.contract == ("fp8_scaled_mm" if fast else "fp8_scaled_mm_precise")
     quantize_(model, QATConfig(step="convert"))
     assert model[0].weight.mm_config.use_fast_accum is fast
+
+
+@pytest.mark.parametrize(("per_tensor", "name"), [(True, "nvfp4"), (False, "nvfp4-none")])
+def test_a_fake_config_of_nvfp4_says_whether_it_has_an_outer_scale(per_tensor: bool, name: str) -> None:
+    model, fake = nn.Sequential(nn.Linear(128, 64)), NVFP4FakeQuantizeConfig(use_per_tensor_scale=per_tensor)
+    quantize_(model, QATConfig(weight_config=fake, activation_config=fake))
+    recipe = model[0].prepared.recipe
+    assert recipe.fprop_weight.name == recipe.fprop_input.name == name

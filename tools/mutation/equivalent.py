@@ -143,6 +143,18 @@ EQUIVALENT = [
         "Tiles have the bytes of the whole, so from which size on a matrix is cut is a question of speed.",
     ),
     Equivalent(
+        "formats/elements.py",
+        "return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)",
+        "return table.index_select((-1), codes.view(torch.uint8).flatten().int()).view(codes.shape)",
+        "The table has one dimension.",
+    ),
+    Equivalent(
+        "integrations/teacher_cache.py",
+        'n = stored["blocks"].shape[0] if "blocks" in stored else 0',
+        'n = stored["blocks"].shape[0] if "blocks" in stored else 1',
+        "A file without blocks lacks a tensor, and is refused whatever n is.",
+    ),
+    Equivalent(
         "formats/kv.py",
         "codes = _half_away(y).clamp(-128, 127).nan_to_num(0.0).to(torch.int8)",
         "codes = (_half_away(y).clamp(-128, 127)).to(torch.int8)",

@@ -107,7 +107,7 @@ class Evaluation:
     documents: Path | None
     window: int | None
     limit: int | None
-    bos: bool = True
+    bos: bool
     about: str = ""
 
     @property
