@@ -93,7 +93,7 @@ def factor(gram_KK: Tensor, damping: float, act_order: bool) -> Factor:
     k = len(diagonal)
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(k, device=gram_KK.device)
     backwards = order.flip(0)
-    mean = float(diagonal.double().mean()) or 1.0
+    mean = float(diagonal.double().mean())
     for times in ESCALATION:
         h_KK = gram_KK.new_empty(k, k, dtype=torch.float64)
         for some, into in zip(backwards.split(STRIP), h_KK.split(STRIP), strict=True):

@@ -31,6 +31,19 @@ from aoquant.formats import (
 )
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
 
+STANDARD = """
+int4-g32 int4-g64 int4-g128 int4-g256 int4-bf16-g64 int4-bf16-g128 int4-bf16-g256 int4-tinygemm-g32
+int4-tinygemm-g64 int4-tinygemm-g128 int4-tinygemm-g256 int4-tinygemm-cpu-g32 int4-tinygemm-cpu-g64
+int4-tinygemm-cpu-g128 int4-e4m3-g128 int4-e4m3-row-g128 intx2-g32 intx3-g32 intx4-g32 intx5-g32 intx6-g32
+intx7-g32 intx8-g32 intx2-row intx3-row intx4-row intx5-row intx6-row intx7-row intx8-row intx8-row-asym
+int8-row int8-tensor int8-g32 int8-row-asym fp8-row fp8-tensor fp8-e5m2-row fp8-e5m2-tensor fp8-row-mslk
+fp8-1x128 fp8-128x128 mxfp4 mxfp4-floor mxfp4-ceil mxfp4-even mxfp8 mxfp8-floor mxfp8-ceil mxfp8-even mxfp8-e5m2
+mxfp8-e5m2-floor mxfp8-e5m2-ceil mxfp8-e5m2-even mxfp8-32x32 mxfp8-e5m2-32x32 nvfp4 nvfp4-row nvfp4-none
+nvfp4-static:0.001 fouroversix fouroversix-mae fouroversix-absmax fouroversix-row fouroversix-16x16 gridflip
+gridflip-sided gridflip-search gridflip-alternating gridflip-row gridflip-16x16 nvfp4-search nvfp4-search-row
+nvfp4-search-none mxfp4-quest xx-mxfp4 qutlass-mxfp4 xx-nvfp4 qutlass-nvfp4 te-nvfp4 xx-nvfp4-static:0.1
+te-nvfp4-16x16 te-fp8-tensor te-fp8-e5m2-tensor te-fp8-1x128 te-fp8-1x128-f32 te-fp8-128x128 te-fp8-128x128-f32
+"""
 NAMES = [*list_formats(), *EXTRA, *ENGINES]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)
@@ -51,6 +64,11 @@ def test_name_round_trip(name: str) -> None:
     assert fmt.name == name
     assert get_format(fmt.name) == fmt
     assert hash(dataclasses.replace(fmt)) == hash(fmt)  # type: ignore[type-var]
+
+
+def test_standard_names_stay() -> None:
+    """Checkpoints, plans and programs name formats by them. A new name is added here, too."""
+    assert list_formats() == STANDARD.split()
 
 
 def test_names_are_unique_and_numerics_differ_by_name() -> None:

@@ -18,7 +18,7 @@ from support.training_cases import assert_same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from aoquant import Cast, HybridConfig, quantize_
+from aoquant import Cast, HybridConfig, PackedWeightConfig, QATConfig, calibrate, quantize_
 from aoquant.formats import get_operand
 from aoquant.linear import function, law
 from aoquant.recipes import get_recipe
@@ -217,6 +217,19 @@ def test_what_is_saved_changes_no_gradient(forward: str | None, backward: str | 
     config = HybridConfig.fwd_bwd(forward, backward).replaced(**casts)
     (one, x, g), (other, _, _) = hybrid(config), hybrid(config.replaced(save="hp"))
     assert_same(step(one, x, g), step(other, x, g))
+
+
+@pytest.mark.parametrize("activation", ["int8-tensor-static", "fp8-tensor-static"])
+def test_what_is_saved_is_read_under_the_scales_of_forward(activation: str) -> None:
+    """Of inputs beyond the range that was calibrated, which other scales would not clip."""
+    casts = {"dgrad_weight": Cast("te-nvfp4", "forward"), "wgrad_input": Cast("te-nvfp4", "forward")}
+    found = []
+    for save in ("col", "hp"):
+        backward = HybridConfig.bwd("te-nvfp4").replaced(**casts, save=save)
+        layer, x, g = hybrid(QATConfig(PackedWeightConfig("fp8-row", activation), backward=backward))
+        calibrate(layer, [x / 4])
+        found.append(step(layer, x, g))
+    assert_same(*found)
 
 
 # Encodings

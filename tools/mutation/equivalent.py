@@ -149,6 +149,12 @@ EQUIVALENT = [
         "The table has one dimension.",
     ),
     Equivalent(
+        "linear/function.py",
+        'if w_held is not None and recipe.weight_scales == "learned":',
+        'if w_held is not None or recipe.weight_scales == "learned":',
+        "A static scale then is an argument of autograd's, too, which has no gradient.",
+    ),
+    Equivalent(
         "integrations/teacher_cache.py",
         'n = stored["blocks"].shape[0] if "blocks" in stored else 0',
         'n = stored["blocks"].shape[0] if "blocks" in stored else 1',
