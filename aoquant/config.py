@@ -349,6 +349,12 @@ class Packed4WeightConfig(PackedWeightConfig):
     """`PackedWeightConfig` for codes of at most 4 bits: HF reads a weight's size from the class name."""
 
 
+def packed_config(weight: str, activation: str | None, contract: str = "aoquant") -> PackedWeightConfig:
+    """Return the config of a pair of formats, of the class that says the weight's size."""
+    few = get_format(weight).bits <= 4
+    return (Packed4WeightConfig if few else PackedWeightConfig)(weight, activation, contract)
+
+
 def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
     """`recipe` with a named activation format; "-static" at the end of the name asks for calibrated scales."""
     if not activation:

@@ -24,7 +24,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
 from aoquant._messages import advice, check_model, naming, track, warn
-from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, named
+from aoquant.config import PackedWeightConfig, QATConfig, named, packed_config
 from aoquant.distributed import fsdp
 from aoquant.experts.families import stacks_of
 from aoquant.experts.packed_experts import PackedExperts
@@ -351,20 +351,19 @@ def config_of(module: nn.Module) -> Any:
     """
     weight = getattr(module, "weight", None)
     if isinstance(weight, PackedTensor):
-        return packed_config(weight)
+        return _config_of(weight)
     return getattr(module, "aoquant_config", None) if isinstance(weight, TorchAOBaseTensor) else None
 
 
-def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightConfig:
-    """The PTQ config that makes a packed weight, or packed experts."""
-    kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
-    return kind(weight.format, weight.activation or None, weight.contract)
+def _config_of(weight: PackedTensor) -> PackedWeightConfig:
+    """Return the PTQ config that makes a packed weight, or packed experts."""
+    return packed_config(weight.format, weight.activation or None, weight.contract)
 
 
 def packed_stacks(model: nn.Module) -> list[Chosen]:
     """Every packed parameter of stacked experts, with the PTQ config that makes it."""
     return [
-        Chosen(f"{fqn}.{name}" if fqn else name, module, packed_config(weight), name)
+        Chosen(f"{fqn}.{name}" if fqn else name, module, _config_of(weight), name)
         for fqn, module in model.named_modules()
         for name in stacks_of(module)
         if isinstance(weight := getattr(module, name), PackedExperts)

@@ -21,7 +21,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant._messages import advice, listed, naming, warn
-from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant.config import PackedWeightConfig, QATConfig, packed_config
 from aoquant.distributed.fsdp import GATHER, compute_dtypes
 from aoquant.distributed.gathered import PACKED, GatheredWeight
 from aoquant.distributed.sharded_linear import all_finite
@@ -274,8 +274,7 @@ def _hybrid(config: HybridConfig, module: Any, prepared: Prepared | None) -> QAT
             "HybridConfig.fwd_bwd(forward format, backward format)"
         )
     x, w = named["fprop_input"], named["fprop_weight"] or Operand(HighPrecision())
-    config_class = Packed4WeightConfig if w.bits <= 4 else PackedWeightConfig
-    return QATConfig(config_class(w.name, x and x.name), backward=config)
+    return QATConfig(packed_config(w.name, x.name if x else None), backward=config)
 
 
 def _check_same_forward(old: LinearRecipe, target: Target, *, replaces: bool = True) -> None:

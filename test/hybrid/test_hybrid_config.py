@@ -23,10 +23,12 @@ from aoquant import (
     MXFP4WeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
+    Packed4WeightConfig,
     QATConfig,
     quantize_,
 )
 from aoquant.linear.prepared import RANDOM
+from aoquant.quantize import config_of
 from aoquant.recipes import FP8_HYBRID, NVFP4_TRAINING, get_recipe
 
 RHT = "te-hadamard16-sd7e8"
@@ -131,6 +133,20 @@ def test_beside_a_base() -> None:
         layer(HybridConfig.bwd("mxfp8"))
     with pytest.raises(ValueError, match="without a transform"):
         layer(QATConfig("nvfp4-h16", backward=HybridConfig.bwd("mxfp8")))
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "few"), [("te-nvfp4", "mxfp8", True), ("mxfp8", None, False), ("te-nvfp4", None, True)]
+)
+def test_the_base_of_its_forward_says_the_weights_size(weight: str, activation: str | None, few: bool) -> None:
+    """By its class, prepared and packed: transformers reads it there."""
+    forward = HybridConfig.fwd_bwd(weight, "mxfp8").replaced(fprop_input=activation)
+    model = nn.ModuleDict({"layer": layer(forward)})
+    prepared = model["layer"].prepared.config.base_config
+    quantize_(model, QATConfig(step="convert"))
+    for config in (prepared, config_of(model["layer"])):
+        assert (type(config) is Packed4WeightConfig) == few
+        assert (config.weight, config.activation) == (weight, activation)
 
 
 def test_where_a_hybrid_config_cannot_stand() -> None:
