@@ -91,6 +91,23 @@ def test_experts_in_float32_are_traced(family: str, tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.usefixtures("any_speed")
+def test_a_loss_in_several_chunks_sums_the_heads_gradient_in_float32(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside logits of half as many tokens; a loss in one chunk does not."""
+
+    def loss(rows: int) -> int:
+        monkeypatch.setattr(needs, "chunk_rows", lambda *_: rows)
+        found = needs.estimate(options(folder))
+        assert found is not None
+        return found.parts["loss"]
+
+    whole, halves, more = loss(256), loss(128), loss(300)
+    logits, head = 256 * 512 * 2, 512 * 128
+    assert whole == more == 3 * logits + 4 * needs.BLOCK_BYTES and halves == whole - 3 * logits // 2 + 4 * head
+
+
+@pytest.mark.usefixtures("any_speed")
 def test_frozen_parts_have_no_optimizer(folder: Path) -> None:
     whole, part = (needs.estimate(options(folder, freeze=names)) for names in ([], ["model.embed_tokens"]))
     assert whole is not None and part is not None

@@ -233,6 +233,12 @@ EQUIVALENT = [
         "`_rounded` makes pairs.",
     ),
     Equivalent(
+        "transforms/wush.py",
+        "return parts[0] if len(parts) == 1 else torch.cat(parts)",
+        "return parts[(-1)] if len(parts) == 1 else torch.cat(parts)",
+        "The first of one part is its last.",
+    ),
+    Equivalent(
         "integrations/text.py",
         "ids = torch.tensor([[self.separator, 1, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
         "ids = torch.tensor([[self.separator, 2, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
