@@ -261,6 +261,23 @@ def test_all_experts_at_once_give_the_loops_bits(transposed: bool) -> None:
     assert with_gradient(x) is x
 
 
+def test_all_experts_at_once_refuse_what_the_loop_does() -> None:
+    """Inputs of another width, and codes that are written before backward."""
+    model = small("mixtral").bfloat16()
+    quantized_model_init(model, QATConfig("nvfp4-weight"))
+    stack = model.model.layers[0].mlp.experts
+    recipe, w = stack.stacks["down_proj"].recipe, stack.down_proj
+    rows = Rows(torch.arange(3, 25, 3, dtype=torch.int32))
+    x = torch.randn(24, 64, dtype=torch.bfloat16, requires_grad=True)
+    for wrong in (x[:, :48], torch.cat((x, x), 1)):
+        with pytest.raises(ValueError, match="K = 64"):
+            grouped_at_once(wrong, w, rows, recipe)
+    y = grouped_at_once(x, w, rows, recipe)
+    w.rows.codes.add_(0)
+    with pytest.raises(ValueError, match="run every backward before the step"):
+        y.sum().backward()
+
+
 def test_a_step_between_forward_and_backward_is_refused() -> None:
     _, packed, masters = pair("mixtral", "mxfp4")
     loss = packed(input_ids=IDS, labels=IDS).loss
