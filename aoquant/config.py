@@ -322,7 +322,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        if self.activation and any(get_operand(self.activation.removesuffix("-static")).format.shifts):
+        if self.activation and get_operand(self.activation.removesuffix("-static")).format.shifts != (0.0, 0.0):
             raise ValueError(
                 f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4-row' or 'fouroversix-row'"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from aoquant.integrations.job.options import read_yaml
 
 def check(**options: Any) -> None:
     job.Options(**{"device": "cpu", "wikitext": "hub", **options}).check()
+
+
+def test_a_command_says_what_it_said() -> None:
+    """Numbers that a command leaves out: with others, a run in the same folder would be another one."""
+    found = {f.name: f.default for f in dataclasses.fields(job.Options) if isinstance(f.default, int | float)}
+    numbers = {"batch_size": 8, "block": 256, "teacher_top_k": 64, "samples": 128, "bos": True}
+    off = ("fake_quant_after_n_steps", "seed", "separate_documents", "embeddings", "skip_incompatible", "strict")
+    assert found == numbers | dict.fromkeys(off, 0)
 
 
 LEAST = dict.fromkeys(("steps", "batch_size", "micro_batch", "samples", "teacher_top_k", "limit", "window"), 1)

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize, prune
 from transformers.pytorch_utils import Conv1D
 
 import aoquant
-from aoquant import Cast, HybridConfig, QATConfig, fixed_weights, quantize_
+from aoquant import Cast, HybridConfig, QATConfig, calibrate, fixed_weights, quantize_
 from aoquant.recipes import get_recipe
 
 cpu_library = pytest.fixture(with_library)
@@ -292,6 +292,16 @@ def test_a_weight_or_scale_that_changes_is_refused_by_name(
             model(x)
     with fixed_weights(model), torch.no_grad():
         assert torch.equal(model(x), copy.deepcopy(model)(x))
+
+
+def test_a_fitted_transform_that_changes_is_refused_by_name() -> None:
+    model, x = linear(get_recipe("nvfp4-wush").prepare(), F32), x_of(F32)
+    calibrate(model, [x])
+    with fixed_weights(model), torch.no_grad():
+        model(x)
+        model[0].get_buffer("weight_transform").mul_(1.5)
+        with pytest.raises(ValueError, match=f"^0: {SAID}"):
+            model(x)
 
 
 @pytest.mark.parametrize("fused", [True, False])
