@@ -310,6 +310,5 @@ def forget_rebuilding(model: Any) -> None:
 
 # Here, and in no function that aoquant calls once transformers is imported: this file may be what imports it.
 assert auto.AUTO_QUANTIZER_MAPPING["torchao"] is TorchAoHfQuantizer
-auto.AUTO_QUANTIZER_MAPPING["torchao"] = Quantizer
 assert auto.AUTO_QUANTIZER_MAPPING["fp_quant"] is FPQuantHfQuantizer
-auto.AUTO_QUANTIZER_MAPPING["fp_quant"] = fp_quantizer
+auto.AUTO_QUANTIZER_MAPPING.update(torchao=Quantizer, fp_quant=fp_quantizer)

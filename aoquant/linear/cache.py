@@ -100,7 +100,7 @@ def codes_of_input(x: Tensor, dtype: torch.dtype, ways: Sequence[Hashable]) -> l
     """Return where layers find and leave each encoding of x, as values of `dtype`, that is made as a way says; None for
     a way that is None, and where nothing may be shared.
     """
-    if type(x) not in PLAIN or x.is_inference():
+    if type(x) not in PLAIN or x.is_inference() or x.is_neg():  # whose memory has the other sign
         return [None] * len(ways)
     stream = 0
     if x.is_cuda:

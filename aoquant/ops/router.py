@@ -27,7 +27,8 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, Operand, as_operand
 
 # (role or None for all, name), the innermost last
-_forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
+_Blocks = tuple[tuple[str | None, str], ...]
+_forced: ContextVar[_Blocks] = ContextVar("aoquant_backend", default=())
 _log = logging.getLogger("aoquant.router")
 _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
@@ -128,7 +129,7 @@ class Backend:
 
 
 _backends: list[Backend] = []
-_open: list[tuple[tuple[str | None, str], ...]] = []  # what blocks of `backend` force, in all threads
+_open = list[_Blocks]()  # what blocks of `backend` force, in all threads
 any_open = False  # whether there is one: compiled code that calls an operator by itself guards on it, so it is no count
 _opening = threading.Lock()
 _watchers: list[Callable[[int], None]] = []  # of how many blocks are open
@@ -155,7 +156,7 @@ def generation() -> int:
 
 def forcing() -> bool:
     """Return whether any backend is forced now, by a block or by the environment."""
-    return (any_open and bool(_blocks())) or bool(_variables.get(_VARIABLE))
+    return bool(_blocks()) or bool(_variables.get(_VARIABLE))
 
 
 def backend_names(role: str = "gemm") -> list[str]:
@@ -170,6 +171,9 @@ def code_readers() -> set[str]:
 @contextlib.contextmanager
 def backend(name: str, role: str | None = None) -> Iterator[None]:
     """Run everything inside the block on backend `name`, in the roles that it has, or in `role` alone; blocks nest.
+
+    A block rules its thread. Autograd runs a GPU's backwards in threads of its own, for all threads of the program: the
+    block that any of them opened last rules those.
 
     role: "gemm", or one of the codec's.
 
@@ -195,31 +199,31 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _blocks() -> tuple[tuple[str | None, str], ...]:
+def _blocks() -> _Blocks:
     """Return what blocks that are open force: here or, in a thread that Python did not begin, in the last that was
     opened anywhere: autograd runs a GPU's backwards in such threads.
     """
     found = _forced.get()
-    if found or not isinstance(threading.current_thread(), threading._DummyThread):
+    if found or not any_open or not isinstance(threading.current_thread(), threading._DummyThread):
         return found
     last = _open[-1:]  # another thread may leave its block now
     return last[0] if last else ()
 
 
-def _opened(blocks: int, forced: tuple[tuple[str | None, str], ...] = ()) -> None:
+def _opened(change: int, forced: _Blocks = ()) -> None:
     """Tell the watchers that a block is open (1), or no longer (-1), or that backends were added (0).
 
     forced: what the block forces, with those around it.
     """
     global any_open
     with _opening:
-        if blocks > 0:
+        if change > 0:
             _open.append(forced)
-        elif blocks < 0:
-            _open.remove(forced)
+        elif change < 0:
+            del _open[next(i for i, blocks in enumerate(_open) if blocks is forced)]  # another may be equal
         any_open = bool(_open)
         for watcher in _watchers:
-            watcher(blocks)
+            watcher(change)
 
 
 def watch(watcher: Callable[[int], None]) -> None:
@@ -231,11 +235,11 @@ def watch(watcher: Callable[[int], None]) -> None:
         watcher(len(_open))
 
 
-def forced(role: str) -> tuple[str | None, bool]:
+def forced(role: str, blocks: _Blocks | None = None) -> tuple[str | None, bool]:
     """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that
-    role alone).
+    role alone). blocks: as `_blocks` says, where that was asked before.
     """
-    for of, name in reversed(_blocks() if any_open else ()):
+    for of, name in reversed(_blocks() if blocks is None else blocks):
         if of in (None, role):
             return name, of is not None
     by_role = _by_role(os.environ.get(_ENVIRONMENT, ""))
@@ -276,14 +280,14 @@ def explain(request: Request | CodecRequest) -> list[tuple[str, str]]:
     return rows
 
 
-def route(request: Request | CodecRequest) -> Backend:
-    """The backend that runs `request`.
+def route(request: Request | CodecRequest, blocks: _Blocks | None = None) -> Backend:
+    """The backend that runs `request`. blocks: as for `forced`.
 
     Raises:
         ValueError: the forced backend does not exist or cannot run it.
     """
     rivals = [b for b in _backends if b.role == request.role]
-    name, alone = forced(request.role)
+    name, alone = forced(request.role, blocks)
     found = next((b for b in rivals if b.name == name), None)
     if name is None or (found is None and not alone and name in _all_names()):
         found = runner(request)
@@ -313,10 +317,11 @@ def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Back
     """`route(request(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    key = request, fields, any_open and _blocks(), _variables.get(_VARIABLE)
+    blocks = _forced.get() or (_blocks() if any_open else ())
+    key = request, fields, blocks, _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
-        found = _remembered(key, route(request(*fields)))
+        found = _remembered(key, route(request(*fields), blocks))
     return found
 
 
@@ -324,15 +329,16 @@ def fused(*fields: Any) -> Backend | None:
     """The backend for a `CodecRequest` of these fields, in a role without a reference, remembered; None where its parts
     are made one after the other.
     """
-    key = fused, fields, any_open and _blocks(), _variables.get(_VARIABLE)
+    blocks = _forced.get() or (_blocks() if any_open else ())
+    key = fused, fields, blocks, _variables.get(_VARIABLE)
     if key in _routes:
         return _routes[key]
     request = CodecRequest(*fields)
     rivals = [b for b in _backends if b.role == request.role]
-    name, _ = forced(request.role)
+    name, _ = forced(request.role, blocks)
     found: Backend | None
     if name is not None and (any(b.name == name for b in rivals) or name not in _all_names()):
-        found = route(request)
+        found = route(request, blocks)
     else:
         willing = (b for b in rivals if name != "reference" and b.why_not(request) is None)
         found = next(willing, None)

@@ -4,6 +4,7 @@ codes of another input, or of what an input was before somebody wrote to it.
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -238,6 +239,19 @@ def test_views() -> None:
     assert found == 2
     assert_equal(y, model.q(square.clone()))
     assert_equal(z, model.k(square.t().contiguous()))
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_a_tensor_that_is_yet_to_be_negated_is_another_input(recipe: str) -> None:
+    """It has the memory of the other one: the imaginary parts of a tensor and of its conjugate, say."""
+    model, x = Three(recipe), inner().detach()
+    same = copy.deepcopy(model.k)
+    q, k, wanted = model.q(x), model.k(torch._neg_view(x)), same(x.neg())
+    assert_equal(q, model.q(x.clone()))
+    assert_equal(k, wanted)
+    for y in (k, wanted):
+        y.backward(torch.ones_like(y))
+    assert_equal(model.k.weight.grad, same.weight.grad)
 
 
 def test_under_autocast() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextvars
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -367,6 +368,22 @@ def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
     assert_equal(ops.matmul(*args).y, free)
     # the reference multiplies the scales one after the other, so in float32 the two can be told apart
     assert not torch.equal(reference, free)
+
+
+def test_the_last_block_that_is_open_rules_them() -> None:
+    """Whichever order the program's threads leave theirs in."""
+    there = ops.backend_names("gemm")
+    first, other = "reference", next(name for name in there if name != "reference")
+    found, done = list[Any](), threading.Semaphore(0)
+    opened = [(contextvars.copy_context(), backend(name, "gemm")) for name in (first, other, first)]
+    for context, block in opened:
+        context.run(block.__enter__)
+    for leaves in (2, 0, 1):
+        context, block = opened[leaves]
+        context.run(block.__exit__, None, None, None)
+        _thread.start_new_thread(lambda: (found.append(router.forced("gemm")[0]), done.release()), ())
+        assert done.acquire(timeout=60)
+    assert found == [other, other, None]
 
 
 def test_a_block_rules_threads_that_python_did_not_begin() -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model` (docs/peft.md).
+"""Have peft build aoquant's LoRA layers on aoquant's layers.
 
 peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see
 `_register.py`). Prepare or quantise first, then add adapters; or prepare beneath adapters (`first.py`), while
