@@ -156,7 +156,7 @@ def generation() -> int:
 
 def forcing() -> bool:
     """Return whether any backend is forced now, by a block or by the environment."""
-    return bool(_blocks()) or bool(_variables.get(_VARIABLE))
+    return bool((_blocks() if any_open else _forced.get()) or _variables.get(_VARIABLE))
 
 
 def backend_names(role: str = "gemm") -> list[str]:
@@ -201,10 +201,10 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
 
 def _blocks() -> _Blocks:
     """Return what blocks that are open force: here or, in a thread that Python did not begin, in the last that was
-    opened anywhere: autograd runs a GPU's backwards in such threads.
+    opened anywhere: autograd runs a GPU's backwards in such threads. Where no block is open, `_forced` says all.
     """
     found = _forced.get()
-    if found or not any_open or not isinstance(threading.current_thread(), threading._DummyThread):
+    if found or not isinstance(threading.current_thread(), threading._DummyThread):
         return found
     last = _open[-1:]  # another thread may leave its block now
     return last[0] if last else ()
@@ -317,7 +317,7 @@ def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Back
     """`route(request(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    blocks = _forced.get() or (_blocks() if any_open else ())
+    blocks = _blocks() if any_open else _forced.get()
     key = request, fields, blocks, _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
@@ -329,7 +329,7 @@ def fused(*fields: Any) -> Backend | None:
     """The backend for a `CodecRequest` of these fields, in a role without a reference, remembered; None where its parts
     are made one after the other.
     """
-    blocks = _forced.get() or (_blocks() if any_open else ())
+    blocks = _blocks() if any_open else _forced.get()
     key = fused, fields, blocks, _variables.get(_VARIABLE)
     if key in _routes:
         return _routes[key]

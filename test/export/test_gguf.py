@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import (
 )
 
 from aoquant import PackedWeightConfig, QATConfig, calibrate, export, load_pretrained, quantize_, save_pretrained
+from aoquant._messages import Lines
 from aoquant.export import ggml_types, gguf_arch, gguf_file
 from aoquant.export.targets import Unfit
 from aoquant.formats import get_format
@@ -180,6 +182,17 @@ def test_a_checkpoint_folder_gives_the_same_file(tmp_path: Path) -> None:
     a = export(load_pretrained(tmp_path / "saved"), tmp_path / "a", "gguf", byte_level())
     b = export(tmp_path / "saved", tmp_path / "b", "gguf")
     assert a.read_bytes() == b.read_bytes()
+
+
+def test_progress_names_the_tensors_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aoquant._messages.SECONDS", 0.0)
+    monkeypatch.setattr(gguf_file, "bar", lambda total, label: Lines(total, label, "B"))  # as there is no terminal
+    path = export(converted(PackedWeightConfig("q4_0")), tmp_path / "out", "gguf", byte_level())
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("export: ")]
+    named = [match[1] for line in lines if (match := re.search(r", tensor=([^,]+),", line))]
+    assert {*named} == read(path).keys()
 
 
 def test_layers_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:

@@ -302,3 +302,12 @@ def test_a_scale_below_zero_is_used_as_the_smallest_one() -> None:
 def test_recipes_that_cannot_be(activation: str | None, weight: str, options: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         LinearRecipe(None if activation is None else get_format(activation), get_format(weight), **options)
+
+
+@pytest.mark.parametrize("name", ["int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g64", "intx4-g64-hqq"])
+def test_scales_that_hqq_fits_are_not_read_back(name: str) -> None:
+    """Its codes are those of no other scales."""
+    fmt, x = get_format(name), torch.randn(4, 128, dtype=BF16)
+    for read in (lambda: fmt.held(fmt.encode(x)), lambda: fmt.measure(x)):
+        with pytest.raises(ValueError, match=f"{name}: HQQ fits"):
+            read()

@@ -81,6 +81,7 @@ def test_token_blocks_without_bos(tokenizer: Any) -> None:
     documents = ["a b c d", "", "b", "c d a"]
     wanted = [[0, 2, 3, 4, 5], [0, 0, 3, 0, 4]]
     assert token_blocks(documents, tokenizer, 5, bos=False, progress=False).tolist() == wanted
+    assert token_blocks(["a b c d"], tokenizer, 5, bos=False, progress=False).tolist() == wanted[:1]  # no token is over
     assert beginning(tokenizer) == 1
     adds_none = transformers.PreTrainedTokenizerFast(tokenizer_object=words(None), eos_token="<eos>", bos_token="<bos>")
     assert token_blocks(documents, adds_none, 5, progress=False).tolist() == wanted
