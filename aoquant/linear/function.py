@@ -134,9 +134,8 @@ def quantized_linear(
 
     w: (N, K), float and encoded in the call (QAT); or encoded already: a `GatheredWeight` of codes alone in training,
         or an `Encoded` packed weight, which passes the gradient of x and has none.
-    x_held, w_held: static or learned scales and fitted transforms, where the recipe has them; for a shard, the scales
-        of its whole.
-    random, fixed, delayed, parts, rank: as `Given`'s. x_held and w_held hold the factors of delayed scales.
+    x_held, w_held: static or learned scales, factors of delayed ones and fitted transforms; for a shard its whole's.
+    random, fixed, delayed, parts, rank: as `Given`'s.
     master: takes the gradient of `w`, where `w` is codes alone.
 
     Raises:
@@ -152,7 +151,7 @@ def quantized_linear(
     repeats = repeats and x_held is None and w_held is None and fixed is None and delayed is None
     plain = plain and type(weight) in repeat.PLAIN
     with_gradients, leaf = torch.is_grad_enabled(), weight if master is None else master
-    rows = columns = None
+    rows = columns = x_scale = w_scale = None
     asked = False  # where x's codes are shared
     if repeats and plain:  # a call that the library knows has passed the checks below
         assert weight is not None
@@ -163,8 +162,7 @@ def quantized_linear(
             if weight.requires_grad:
                 rows, columns = codes_of_input(x, x.dtype, recipe.shared)
             needed = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
-            layer = 0 if rows is columns is None else id(leaf)
-            y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, layer, key, rank)
+            y, rows, columns = replay.step(x, weight, bias, needed, random, rows, columns, key, rank)
             asked = True
             if y is not None:
                 if unread:
@@ -195,7 +193,6 @@ def quantized_linear(
     repeats = repeats and parts is None  # the backward of a shard is not repeated
     if not (asked or leaf is None or tracing) and x_held is None and parts is None and leaf.requires_grad:
         rows, columns = codes_of_input(given_x, x.dtype, recipe.shared)
-    x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
             x_scale, x_held = x_held.scale, Scales(None, x_held.zero, x_held.outer, x_held.transform)

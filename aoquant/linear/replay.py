@@ -136,7 +136,6 @@ def step(
     random: Tensor | None,
     rows: InputCodes | None,
     columns: InputCodes | None,
-    layer: int,
     recipe: str,
     rank: int,
 ) -> tuple[Tensor | None, Any, Any]:
@@ -149,8 +148,8 @@ def step(
         return product(x, w, bias, recipe), rows, columns
     if repeat.watched():
         return None, rows, columns
-    of_rows = None if rows is None else rows.take(layer)
-    of_columns = None if columns is None else columns.take(layer)
+    of_rows = None if rows is None else rows.take(id(w))
+    of_columns = None if columns is None else columns.take(id(w))
     family = _forwards.told.get(_how(recipe, rank, needs, bias, rows, columns, of_rows, of_columns))
     if family is not None and _plain(x, w, bias):
         given = [x, w] if bias is None else [x, w, bias]
@@ -161,7 +160,7 @@ def step(
         if number >= 0:
             left = _known[number].left
             if left is not None:
-                _leave((rows, columns), left, call, iter(made[1:]), layer)
+                _leave((rows, columns), left, call, iter(made[1:]), id(w))
             return made[0], rows, columns
     return None, rows and _Shared(of_rows, rows), columns and _Shared(of_columns, columns)
 

@@ -1,6 +1,4 @@
-"""`aoquant run` goes on where it stopped: stages, fine-tunes bit for bit, and one clear line for everything in
-between.
-"""
+"""`aoquant run` goes on where it stopped: stages, fine-tunes bit for bit, and a clear line for all in between."""
 
 from __future__ import annotations
 
@@ -233,13 +231,10 @@ def test_a_lap_is_the_time_and_memory_since_the_one_before(tmp_path: Path, monke
 
 
 def test_a_number_is_found_once(tmp_path: Path) -> None:
-    """For this process and those after it, whatever it was."""
-    o = job.Options(device="cpu", out=tmp_path / "run")
-    with job.Folder(o) as folder:
-        folder.begin()
-        assert [folder.number(name, lambda: 0.0) for name in ("rate 0.1", "rate 1")] == [0.0, 0.0]
-    with job.Folder(o) as folder:
-        assert [folder.number(name, lambda: 1.0) for name in ("rate 0.1", "rate 2", "rate 2")] == [0.0, 1.0, 1.0]
+    for number in (0.0, 1.0):  # by this process, and by one after it
+        with job.Folder(job.Options(device="cpu", out=tmp_path / "run")) as folder:
+            folder.begin()
+            assert [folder.number(name, lambda: number) for name in ("once", str(number))] == [0.0, number]  # noqa: B023
 
 
 def test_the_order_visits_every_block_before_any_twice() -> None:
