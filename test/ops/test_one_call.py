@@ -211,9 +211,11 @@ def test_blocks_are_few_and_alike() -> None:
         assert all((r.stop - r.start) * row <= max(1 << 26, 256 * row) for r in rows)
 
 
-def test_rows_of_a_tiled_weight() -> None:
+@pytest.mark.parametrize("k", [128, 16])
+def test_rows_of_a_tiled_weight(k: int) -> None:
+    """Also where a row is one tile wide."""
     f = get_format("gridflip-16x16")
-    e = f.encode(torch.randn(1000, 128, dtype=BF16))
+    e = f.encode(torch.randn(1000, k, dtype=BF16))
     values = f.operand(e, BF16)
     for rows in (slice(0, 256), slice(768, 1000)):
         assert torch.equal(f.operand(tiles.rows_of(f, e, rows), BF16), values[rows])

@@ -239,6 +239,12 @@ EQUIVALENT = [
         "The first of one part is its last.",
     ),
     Equivalent(
+        "ops/contracts.py",
+        'if contract == "aoquant":  # takes everything, and a compiled layer need not watch the table below',
+        "if False:  # takes everything, and a compiled layer need not watch the table below",
+        "The rest of the function finds nothing against that contract. " + _TIME,
+    ),
+    Equivalent(
         "integrations/text.py",
         "ids = torch.tensor([[self.separator, 1, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
         "ids = torch.tensor([[self.separator, 2, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
