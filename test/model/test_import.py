@@ -101,12 +101,19 @@ assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("ScaleCallback") ==
 assert PreTrainedModel.save_pretrained.__code__.co_filename.endswith("pretrained_model.py")
 assert any(kind.plain is pytorch_utils.Conv1D for kind in KINDS)
 """
-_SLOW = ("conv1d", "peft", "peft.dispatch", "peft.first", "peft.gradients", "pretrained_model", "trainer")
-
-
-@pytest.mark.parametrize(
-    "first", ["peft.layers", "hf_quantizer", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
+_SLOW = (
+    "conv1d",
+    "hf_quantizer",
+    "peft",
+    "peft.dispatch",
+    "peft.first",
+    "peft.gradients",
+    "pretrained_model",
+    "trainer",
 )
+
+
+@pytest.mark.parametrize("first", ["peft.layers", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
 def test_a_library_is_taught_whichever_module_is_the_first(first: str) -> None:
     """Also one that itself imports the library, whose import then meets this module half imported."""
     program = [sys.executable, "-c", _TAUGHT, f"aoquant.integrations.{first}"]
