@@ -108,7 +108,6 @@ def intx_tensor(format: Affine | Stretched, dtype: torch.dtype, activation: str 
 
 def _stretched(config: Any) -> Target:
     require("version", config.version, 2)
-    require("scale_dtype", config.scale_dtype, None, instead="torchao ignores it")
     bits = require("b", config.b, *range(1, 8), instead="8 bits overflow int8 in bfloat16")
     limit = 2.0 ** (bits - 1) - 0.5
     require("quant_min and quant_max", (config.quant_min, config.quant_max), (-limit, limit))
