@@ -152,7 +152,7 @@ def quantized_linear(
     plain = plain and type(weight) in repeat.PLAIN
     with_gradients, leaf = torch.is_grad_enabled(), weight if master is None else master
     rows = columns = x_scale = w_scale = None
-    asked = False  # where x's codes are shared
+    asked = False  # whether rows and columns were looked up
     if repeats and plain:  # a call that the library knows has passed the checks below
         assert weight is not None
         if not with_gradients:

@@ -357,7 +357,7 @@ def test_tensors_that_torch_has_yet_to_negate(recipe: str) -> None:
 
 
 def test_a_block_rules_the_backwards_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which autograd runs in a thread of its own; and it rules no backward after it."""
+    """Rule what autograd runs in a thread of its own, and no backward after the block."""
     model, chosen = nn.Sequential(nn.Linear(256, 256, dtype=torch.bfloat16, device="cuda")), list[str]()
     quantize_(model, get_recipe("fp8-hybrid").prepare())
     monkeypatch.setattr(router, "told", lambda request, name: chosen.append(name))

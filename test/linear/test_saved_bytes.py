@@ -221,7 +221,7 @@ def test_what_is_saved_changes_no_gradient(forward: str | None, backward: str | 
 
 @pytest.mark.parametrize("activation", ["int8-tensor-static", "fp8-tensor-static"])
 def test_what_is_saved_is_read_under_the_scales_of_forward(activation: str) -> None:
-    """Of inputs beyond the range that was calibrated, which other scales would not clip."""
+    """Calibrate on a quarter of the range, so that other scales would not clip."""
     casts = {"dgrad_weight": Cast("te-nvfp4", "forward"), "wgrad_input": Cast("te-nvfp4", "forward")}
     found = []
     for save in ("col", "hp"):

@@ -214,7 +214,7 @@ def test_a_weight_is_decoded_a_few_rows_at_a_time(name: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "hadamard16+nvfp4/hadamard16+nvfp4", "int4-g128"])
 def test_gram_matrices_are_of_what_the_layer_multiplies(recipe: str) -> None:
-    """Of rounded inputs, unless the search is told to leave rounding out; behind the transform either way."""
+    """Round inputs, unless the search is told to leave that out; transform them either way."""
     layer, x = nn.Linear(128, 16, dtype=torch.bfloat16), torch.randn(3, 5, 128, dtype=torch.bfloat16)
     quantize_(model := nn.Sequential(layer), get_recipe(recipe).prepare())
     operand = model[0].prepared.recipe.fprop_input
