@@ -33,6 +33,7 @@ from .element_codes import (
     NAN_BITS,
     bits_float,
     e2m1_code,
+    e2m1_code_alone,
     e2m1_rounded,
     e2m1_sign,
     e2m1_value,
@@ -190,8 +191,8 @@ def _encode(
         if ELEMENT == "e2m1":
             rounded, sign = e2m1_rounded(bits_float(magnitude) * inverse[:, None]), e2m1_sign(x, magnitude)
             if CODES:
-                # NaN has no code, and no sign
-                codes = tl.where((inverse == inverse)[:, None], e2m1_code(rounded, sign), 0)
+                codes = e2m1_code_alone(rounded, x) if VALUES == "" else e2m1_code(rounded, sign)
+                codes = tl.where((inverse == inverse)[:, None], codes, 0)  # NaN has no code, and no sign
                 store4(codes_ptr, within(tile, block, NB, B // 8, ACROSS), codes, inside, NB, B)
             if VALUES != "":
                 value = e2m1_value(rounded, sign)
