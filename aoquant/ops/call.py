@@ -37,7 +37,8 @@ def gemm_request(
 class Call:
     """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
 
-    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: of W.
+    given_x: (*lead, K), or encoded (M, K). given_w: W (N, K), or W encoded. x_operand, w_operand: how they are encoded;
+        no x_operand where x stays in high precision.
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     x_values, w_values: the form of x and W that the contract reads (`contracts.reads`), when encoding made it too.
     x_alpha, w_alpha: what `alpha_x` and `alpha_w` are, where encoding made them too.
@@ -63,16 +64,17 @@ class Call:
     decode: Callable[..., Tensor] = codec.decode
 
     def __post_init__(self) -> None:
-        """Read off what backends ask for: x, codes and scales, or None where it stays in high precision; x_format (None
-        there) and w_format, of the codes; K; and w_rows, a tensor with W's N rows on its device.
+        """Read off what backends ask for: x_format and w_format, of the codes, x_format None where x stays in high
+        precision; K; and w_rows, a tensor with W's N rows on its device.
         """
         x, w = self.given_x, self.given_w
-        # Any: a backend knows by its contract whether there are codes, and their class
-        self.x: Any = x if isinstance(x, Encoded) else None
+        if isinstance(x, Encoded):
+            self.__dict__["x"] = x
         if isinstance(w, Encoded):
             self.__dict__["w"], self.w_rows, self.k = w, w.codes, w.k
         else:
             self.w_rows, self.k = w, w.shape[1]
+        # Any: a backend knows by its contract whether there are codes, and their class
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
         bias, n = self.bias, self.w_rows.shape[0]
@@ -90,14 +92,19 @@ class Call:
         return self.given_x
 
     @cached_property
+    def x(self) -> Any:
+        """Codes and scales of x, or None where it stays in high precision."""
+        return None if self.x_operand is None else codec.encode(self.x_operand, self.x_hp.reshape(-1, self.k))
+
+    @cached_property
     def w(self) -> Encoded:
         """Codes and scales of W."""
         assert isinstance(self.given_w, Tensor)
         return codec.encode(self.w_operand, self.given_w)
 
-    @property
+    @cached_property
     def alpha_x(self) -> Tensor | None:
-        """Return (M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
+        """(M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
         if self.x_alpha is not None:
             return self.x_alpha
         return None if self.x is None else self.x_format.alpha(self.x)
@@ -109,18 +116,22 @@ class Call:
 
     def x_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
         """Return (M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
-        if self.x is None:
+        if self.x_operand is None:
             x_MK = self.x_hp.reshape(-1, self.k)
             return x_MK if out is None else x_MK.to(out)
         if self.x_values is not None:
             return self.x_values.to(out or self.dtype)
-        return self.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
+        # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
+        if "x" in self.__dict__ or not self.w_rows.is_cuda:
+            return self.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
+        made = codec.quantize(self.x_operand, self.x_hp.reshape(-1, self.k), Ask(False, self.dtype, operand))
+        self.__dict__["alpha_x"] = made.alpha
+        return made.matrix.to(out or self.dtype)
 
     def w_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
         """Return (N, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
         if self.w_values is not None:
             return self.w_values.to(out or self.dtype)
-        # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
         if "w" in self.__dict__ or not self.w_rows.is_cuda:
             return self.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
         made = codec.quantize(self.w_operand, self.w_rows, Ask(False, self.dtype, operand))
@@ -144,9 +155,9 @@ class Call:
     def run(self) -> Tensor:
         """Return y (*lead, N), on the fastest backend."""
         w, x = self.w_rows, self.given_x
-        x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
+        m = x.codes.shape[0] if isinstance(x, Encoded) else x.numel() // self.k
         sizes = m, w.shape[0], self.k, self.w_operand.scale_dtype(self.given_w)
-        found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, *sizes)
+        found = routed(Request, self.contract, self.x_format, self.w_format, w.device, self.dtype, *sizes)
         return found.run(self)
 
 
@@ -166,7 +177,7 @@ def of_product(
     """
 
     def run(c: Call) -> Tensor:
-        x_MK = c.x.codes if of_codes and c.x is not None else c.x_matrix()
+        x_MK = c.x.codes if of_codes and c.x_format is not None else c.x_matrix()
         return c.shaped(product(c.w_format, c.w, c.dtype)(x_MK, c.alpha_x, c.bias))
 
     def bind(r: Request, w: Encoded) -> Multiply | None:

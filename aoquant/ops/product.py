@@ -52,8 +52,8 @@ def matmul(
 ) -> Product:
     """y (*lead, N) in `dtype` under `contract`.
 
-    x: (*lead, K) without x_operand, else encoded after being flattened to (M, K). w: (N, K), encoded here, or encoded
-        already.
+    x: (*lead, K), encoded here where it has an operand; or flattened to (M, K) and encoded already. w: (N, K), encoded
+        here, or encoded already.
     x_values: what the contract reads of an encoded x (`contracts.reads`), where encoding made it in passing.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     keep: whether backward reads the codes of a w that is encoded here. held: w's scales from elsewhere.

@@ -102,6 +102,19 @@ def test_nothing_waits_for_the_device(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_an_output_is_the_same_with_and_without_gradients(recipe: str) -> None:
+    """Without them the product encodes the input, and no codes are made where a GEMM reads values; the calls repeat."""
+    model = prepared(recipe)
+    for rows in (1, 16, M):
+        x, ys = tokens(rows)[:rows], list[Tensor]()
+        for _ in range(3):
+            ys.append(model(x.detach().requires_grad_()).detach())
+            with torch.no_grad():
+                ys.append(model(x))
+        assert all(torch.equal(y, ys[0]) for y in ys[1:])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_cuda_graph_of_the_converted_layer_computes_new_inputs(recipe: str) -> None:
     if recipe == PRINTS:
         pytest.skip("torchao's int8 layer prints its input")

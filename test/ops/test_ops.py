@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import _thread
 import contextvars
+import math
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +18,6 @@ from support.formats import ONE_OF_EACH as FORMATS
 from support.gemm import arguments, coded, dgrad, kept, parts, wgrad
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
-from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,6 +147,21 @@ def test_scaled_mm_is_traced_with_symbolic_sizes(contract: str) -> None:
         opcheck(ops.matmul, *gemm(contract, dtype, bias=bias), only=(SYMBOLIC,))
 
 
+@pytest.mark.parametrize("lead", [[M], [2, 3], [0]], ids=["rows", "batch", "empty"])
+@pytest.mark.parametrize("contract", [c for c, (x_name, _) in OPERANDS.items() if x_name])
+def test_an_input_is_encoded_with_the_product(contract: str, lead: list[int]) -> None:
+    """As before it, for every contract that reads codes, operands or decoded values of x; also by the dispatcher."""
+    x_name, w_name = OPERANDS[contract]
+    x, w = data("outlier", math.prod(lead), K, BF16, 1).view(*lead, K), data("normal", N, K, BF16, 2)
+    x_q = encoded(x_name, x.reshape(-1, K))
+    for of_w in (encoded(w_name, w), w):
+        given, want = (arguments(of_x, of_w, None, x_name, w_name, contract, lead, BF16) for of_x in (x, x_q))
+        with torch.no_grad():
+            assert_equal(ops.matmul(*given).y, ops.matmul(*want).y)
+        assert_equal(ops.matmul(*given).y, ops.matmul(*want).y)
+        opcheck(ops.matmul, *given, symbolic=False)
+
+
 @pytest.mark.parametrize("m", [M, 0], ids=["rows", "empty"])
 @pytest.mark.parametrize("name", ["nvfp4", "hadamard16+nvfp4"])
 @pytest.mark.parametrize("contract", ["aoquant", "nvfp4_rescale", "dequantize"])
@@ -197,22 +211,6 @@ def test_gradient_ops_are_well_formed(name: str, symbolic: bool) -> None:
     opcheck(ops.gradients, g, kept(encoded(name, w), operand), None, symbolic=symbolic)
     opcheck(ops.gradients, g, None, kept(encoded(name, x), operand), symbolic=symbolic)
     opcheck(ops.saturated, x, operand, symbolic=symbolic)
-
-
-def test_threads_register_each_flop_formula_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = list[Any]()
-
-    def slow(targets: Any) -> Any:
-        time.sleep(0.02)
-        registered.extend(targets)
-        return lambda formula: formula
-
-    monkeypatch.setattr(flops, "_FORMULAS", {abs: (ops.matmul,), max: (ops.gradients,)})
-    monkeypatch.setattr(flop_counter, "register_flop_formula", slow)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: flops.register(), range(4)))
-    assert set(registered) == {ops.matmul.overload.overloadpacket, ops.gradients.overload.overloadpacket}
-    assert len(registered) == 2
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ def scaled_mm(c: Call) -> Tensor:
 
 def accumulate(c: Call) -> Tensor:
     """(M, N) float32 sum of products of operands."""
-    if c.x is not None and c.x_format.sums_blocks and c.w_format.sums_blocks and c.x_format.block == c.w_format.block:
-        return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, c.w_format.block)
+    x, w = c.x_format, c.w_format
+    if x is not None and x.sums_blocks and w.sums_blocks and x.block == w.block:
+        return _accumulate_blocks(c.x, x, c.w, w, w.block)
     x_MK = c.x_matrix(torch.float32)
     if c.w_values is not None or len(tiles.blocks(c.w_rows.shape[0], 4 * c.k)) == 1:
         return x_MK @ c.w_matrix(torch.float32).t()
@@ -127,7 +128,7 @@ def nvfp4_epilogue(c: Call, rounded_MN: Tensor) -> Tensor:
 
 
 def _decoded_x(c: Call) -> Tensor:
-    if c.x is None:
+    if c.x_operand is None:
         return c.x_hp
     x = c.x_matrix(operand=False).reshape(*c.lead, c.k)
     # F.linear rounds twice, product and bias, when a 3-D input is not contiguous, so the layout is part of the contract
