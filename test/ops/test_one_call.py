@@ -148,6 +148,32 @@ def test_a_layer_gives_it_ordinary_calls_of_few_rows_alone(
     assert len(taken) == 1
 
 
+def test_a_product_encodes_an_input_in_the_operator_where_it_alone_reads_it(
+    on_hopper: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(
+        native, "operator", lambda name: lambda *given: called.append((name, given)) or torch.ones(2, 3, 32)
+    )
+    x, w, bias = torch.randn(2, 3, 256, dtype=BF16), torch.randn(32, 256, dtype=BF16), torch.ones(32)
+    x_as, w_as = (as_operand(get_format(name)) for name in ("nvfp4-row", "nvfp4"))
+    e, of_x = w_as.encode(w), x_as.encode(x.view(6, 256))
+    run = one_call.BACKENDS[0].run
+
+    def product(given: Any, bias: Any = None) -> tuple[str, Any]:
+        called.clear()
+        run(Call("aoquant", given, x_as, e, w_as, bias, [2, 3], BF16))
+        ((name, arguments),) = called
+        return name, arguments
+
+    name, (of, codes, scale, zero, alpha, added, plan) = product(x, bias)
+    assert name == "linear" and of is x and (codes, scale, zero, alpha) == (e.codes, e.scale, None, e.outer)
+    assert added is bias and plan == number("nvfp4", "nvfp4-row", 6)
+    assert product(of_x)[0] == product(x, bias.double())[0] == "decode_mm"
+    on_hopper["quantize"] = "triton"
+    assert product(x)[0] == "decode_mm"
+
+
 def test_nothing_without_the_library() -> None:
     if native.why_not() is None:
         pytest.skip("the library is here")

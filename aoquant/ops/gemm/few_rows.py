@@ -2,8 +2,8 @@
 on.
 
 Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode",
-kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above
-CUDA_ROWS and TRITON_ROWS rows of x it is cheaper to decode W once and to leave the GEMM to `triton/matmul.py`.
+kernels of `csrc/`, fp8's among them (one_call.py), and "triton-decode", for an aoquant that was installed without them.
+Above CUDA_ROWS and TRITON_ROWS rows of x it is cheaper to decode W once and to leave the GEMM to `triton/matmul.py`.
 
 Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there
 are; between two ranges, and between backends, the order of additions differs. A prepared layer asks for the same (M, N,
@@ -33,7 +33,7 @@ from aoquant.formats import (
 from .. import codec, linear_plan, native
 from ..call import of_product
 from ..linear_plan import CUDA_FORMATS
-from ..native import aligned, is_aligned
+from ..native import aligned
 from ..router import Multiply, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
@@ -79,7 +79,7 @@ def _why_not(r: Request) -> str | None:
     return None
 
 
-def _why_not_cuda(r: Request) -> str | None:
+def why_not_cuda(r: Request) -> str | None:
     return _why_not_csrc(r) or _too_many(r, CUDA_ROWS)
 
 
@@ -136,7 +136,7 @@ def _too_many(r: Request, most: int) -> str | None:
     return None if r.m <= most else f"is for up to {most} rows: with more it is faster to decode W once"
 
 
-def _cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
+def cuda_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K) -> y (M, N) with W's tensors as the kernel reads them."""
     how = KINDS[type(f)]
     multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *f.shifts)
@@ -164,7 +164,5 @@ def _triton_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     return product
 
 
-BACKENDS = (
-    of_product("cuda-decode", 8, _why_not_cuda, _cuda_product, reads=is_aligned),
-    of_product("triton-decode", 7, _why_not_triton, _triton_product, reads=lambda t: True),  # copies in each call
-)
+# copies in each call
+BACKENDS = (of_product("triton-decode", 7, _why_not_triton, _triton_product, reads=lambda t: True),)
