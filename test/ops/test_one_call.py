@@ -170,6 +170,8 @@ def test_a_product_encodes_an_input_in_the_operator_where_it_alone_reads_it(
     assert name == "linear" and of is x and (codes, scale, zero, alpha) == (e.codes, e.scale, None, e.outer)
     assert added is bias and plan == number("nvfp4", "nvfp4-row", 6)
     assert product(of_x)[0] == product(x, bias.double())[0] == "decode_mm"
+    run(Call("aoquant", x, None, e, w_as, None, [2, 3], BF16))
+    assert called[1][0] == "linear" and called[1][1][0] is x and called[1][1][-1] == number("nvfp4", None, 6)
     on_hopper["quantize"] = "triton"
     assert product(x)[0] == "decode_mm"
 

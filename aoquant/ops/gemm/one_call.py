@@ -68,8 +68,8 @@ def multiplier(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Mu
 
 
 def _run(c: Call) -> Tensor:
-    """Multiply, and encode x in the same operator where it is not encoded."""
-    if isinstance(c.given_x, Tensor) and c.x_operand is not None:
+    """Multiply; x that is not encoded goes to the operator of a whole layer."""
+    if isinstance(c.given_x, Tensor):
         plan = _number(c.x_operand, c.w_format, c.w, c.dtype, c.given_x.numel() // c.k)
         if plan is not None:
             return multiplier(plan, c.w_format, c.w, c.dtype, lambda *_: _PRODUCT.run(c))(c.given_x, c.bias)
