@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from support.expert_cases import Holder
 from support.models import TiedLM
 from torch import nn
@@ -19,7 +20,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 import aoquant
 from aoquant import IntxWeightConfig, PackedTensor, QATConfig, quantize_
 from aoquant.linear.prepared import QATLinear
-from aoquant.planning import tied
+from aoquant.planning import choose, tied
 from aoquant.report import verify
 
 
@@ -274,6 +275,32 @@ def test_a_subclass_of_a_layer_is_no_unsupported_parameter() -> None:
     (weight,) = found.weights
     assert weight.state == "subclass" and "Doubled is a subclass of Linear" in weight.about
     assert found.unexpected == (weight,) and found.problem is None
+
+
+@pytest.mark.parametrize("prepares", [False, True], ids=["float", "prepared"])
+def test_an_adapters_matrices_are_no_weights_beneath_it(prepares: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False))
+    if prepares:
+        quiet(model, QATConfig(IntxWeightConfig(4), step="prepare"))
+    found = states(inject_adapter_in_model(LoraConfig(target_modules=["0"], r=2), model))
+    matrices = {f"0.lora_{side}.default.weight": "adapter" for side in "AB"}
+    layers = dict.fromkeys(("0.base_layer.weight", "1.weight"), "prepared" if prepares else "left out")
+    assert found == {**matrices, **layers}
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked"),
+    [
+        ({"part.1": IntxWeightConfig(4)}, True),
+        ({"part.1": None}, False),
+        ({"other": IntxWeightConfig(4)}, False),
+        ({"part.0": IntxWeightConfig(4), "part.1": None}, True),
+        ({"_default": IntxWeightConfig(4)}, True),
+    ],
+)
+def test_names_ask_for_modules_beneath_one(keys: Any, asked: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    assert choose.is_asked(FqnToConfig(keys), None, "part", model) is asked
 
 
 def test_a_filter_is_a_function_of_module_and_name() -> None:

@@ -40,6 +40,18 @@ def test_fakes_take_what_the_operators_take(name: str) -> None:
     assert list(inspect.signature(native._FAKES[name]).parameters) == [a.name for a in schemas()[name].arguments]
 
 
+def test_fakes_have_the_shapes_of_products() -> None:
+    """Of 3 rows of x and 5 of W, K = 64; in two experts with as many each, and with x in two batches."""
+    x, codes, rows = torch.empty(3, 64), torch.empty(5, 32), torch.empty(2, 3, 64)
+    fakes = native._FAKES
+    assert fakes["decode_mm"](x, codes).shape == (3, 5)
+    assert fakes["linear"](rows, codes, *(None,) * 5).shape == (2, 3, 5)
+    assert [y.shape for y in fakes["siblings"](rows, [codes, codes[:4]])] == [(2, 3, 5), (2, 3, 4)]
+    assert [t.shape for t in fakes["encode_rows"](x, 1, False)] == [(3, 64), (3, 1)]
+    assert fakes["experts_mm"](x, torch.empty(2), torch.empty(10, 32)).shape == (3, 5)
+    assert fakes["finite_absmax"](x).shape == (native.PARTIALS,) and fakes["outer_scale"](x, 1.0, 0.0).shape == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
