@@ -272,6 +272,20 @@ def test_a_large_gpu_has_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert losses.chunk_rows(262_144, device="cpu") == 512
 
 
+@pytest.mark.parametrize(("kind", "whole"), [("kl", 3), ("ce", 2)])
+def test_rows_of_a_loss_are_made_a_block_at_a_time(kind: str, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside logits, of a teacher too, and a gradient there are a few blocks of 4 rows of 64."""
+    logits = torch.randn(64, 4096, requires_grad=True)
+    monkeypatch.setattr(losses, "BLOCK_BYTES", 4 * logits[:4].numel())
+
+    def run() -> Tensor:
+        if kind == "ce":
+            return losses.cross_entropy(logits, torch.arange(64))
+        return losses.kl_divergence(logits, logits.detach().flip(0))
+
+    assert peak_bytes(run) <= (whole + 0.5) * logits.nbytes
+
+
 @pytest.mark.parametrize(("kind", "most"), [("kl", 1.3), ("ce", 1.6)])
 def test_peak_where_the_heads_gradient_is_as_large_as_a_chunk(
     kind: str, most: float, monkeypatch: pytest.MonkeyPatch

@@ -250,4 +250,28 @@ EQUIVALENT = [
         "ids = torch.tensor([[self.separator, 2, 2, 3, self.separator, 4, 5]], device=next(model.parameters()).device)",
         "Any tokens of two documents do.",
     ),
+    Equivalent(
+        "ptq/blocks.py",
+        "last[0] = output[0] if isinstance(output, tuple | list) and output else output",
+        "last[(-1)] = output[0] if isinstance(output, tuple | list) and output else output",
+        "`last` has one element.",
+    ),
+    Equivalent(
+        "ops/codec/__init__.py",
+        "if operand.format.narrow_of_float32:",
+        "if False:",
+        "Such a format encodes as its narrow one does in float32; that one has a GPU's kernels. " + _TIME,
+    ),
+    Equivalent(
+        "ops/native_cpu.py",
+        'extremes = torch.tensor([-128, 127], dtype=torch.int8, device="cpu")',
+        'extremes = torch.tensor([-128, 126], dtype=torch.int8, device="cpu")',
+        "Sums of two products that are held in 16 bits saturate at -128 times -128 either way.",
+    ),
+    Equivalent(
+        "ops/stacks.py",
+        "TURNED = 1 << 25 # bytes of a transposed stack that are turned at a time: what an L2 cache holds",
+        "TURNED = 0 << 25 # bytes of a transposed stack that are turned at a time: what an L2 cache holds",
+        "One expert is turned at a time. " + _TIME,
+    ),
 ]
