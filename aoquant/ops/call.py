@@ -153,12 +153,28 @@ class Call:
         return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
 
     def run(self) -> Tensor:
-        """Return y (*lead, N), on the fastest backend."""
+        """Return y (*lead, N), on the fastest backend.
+
+        Raises:
+            TypeError, ValueError: the backend's y is no tensor, or has another dtype or shape.
+        """
         w, x = self.w_rows, self.given_x
         m = x.codes.shape[0] if isinstance(x, Encoded) else x.numel() // self.k
         sizes = m, w.shape[0], self.k, self.w_operand.scale_dtype(self.given_w)
         found = routed(Request, self.contract, self.x_format, self.w_format, w.device, self.dtype, *sizes)
-        return found.run(self)
+        try:
+            y: Tensor = found.run(self)
+        except Exception as error:
+            error.add_note(f"in the backend {found.name!r}, M = {m}, N = {w.shape[0]}, K = {self.k}")
+            raise
+        if not isinstance(y, Tensor):
+            raise TypeError(f"the backend {found.name!r} returned {type(y).__name__} in place of y")
+        if y.dtype is not self.dtype or y.shape != (*self.lead, w.shape[0]):
+            raise ValueError(
+                f"the backend {found.name!r} returned y {tuple(y.shape)} of {y.dtype}, and has to return "
+                f"{(*self.lead, w.shape[0])} of {self.dtype}"
+            )
+        return y
 
 
 def of_product(

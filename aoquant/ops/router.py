@@ -109,6 +109,8 @@ class Request:
 class Backend:
     """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people.
 
+    priority: of those that serve a request the highest runs. 0 is the reference, 5 the tensor cores and the CPU's
+    encoders, 7 to 10 kernels that read codes and Triton's, 20 CUDA's encoders and MSLK's; one of -1 runs when forced.
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM takes W's codes and scales, and decodes them inside: `explain` shows no step for it.
     multiply: (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N), the bits of `run` without a bias, for a GEMM that
@@ -127,7 +129,22 @@ class Backend:
     multiply: Multiplier | None = field(default=None, repr=False)
     bind: Callable[[Request, Encoded], Multiply | None] | None = field(default=None, repr=False)
 
+    def refusal(self, request: Any) -> str | None:
+        """Return `why_not`'s answer.
 
+        Raises:
+            TypeError: it is neither None nor a reason.
+        """
+        reason = self.why_not(request)
+        if reason is not None and not (isinstance(reason, str) and reason):
+            raise TypeError(
+                f"backend {self.name!r}: why_not answered {reason!r} to this {request}: return None where the backend serves a request, "
+                "and a reason, as text, where it does not"
+            )
+        return reason
+
+
+ROLES = ("gemm", "quantize", "sides", "decode", "transform", "saturate", "transpose")
 _backends: list[Backend] = []
 _open = list[_Blocks]()  # what blocks of `backend` force, in all threads
 any_open = False  # whether there is one: compiled code that calls an operator by itself guards on it, so it is no count
@@ -140,8 +157,26 @@ _MOST_ROUTES = 1 << 16  # a bound for programs whose every batch has another sha
 
 
 def register(*backends: Backend) -> None:
-    """Add backends; the list stays sorted by falling priority."""
+    """Add backends; the list stays sorted by falling priority.
+
+    Raises:
+        TypeError: one is no `Backend`, or a field of it has another type.
+        ValueError: one has an unknown role, or a name that another one has in that role. Nothing is added then.
+    """
     global _generation
+    taken = {(b.role, b.name) for b in _backends}
+    for b in backends:
+        if not isinstance(b, Backend) or not (isinstance(b.name, str) and b.name and type(b.priority) is int):
+            raise TypeError(f"a backend is a Backend with a name and a whole number as its priority, got {b!r}")
+        if not (callable(b.why_not) and callable(b.run)):
+            raise TypeError(f"backend {b.name!r}: why_not and run have to be functions")
+        if b.role not in ROLES:
+            raise ValueError(f"backend {b.name!r}: no role is called {b.role!r}; roles are {', '.join(ROLES)}")
+        if (b.role, b.name) in taken:
+            raise ValueError(
+                f"there is a backend called {b.name!r} in role {b.role!r}: choose another name, or start Python anew to replace it"
+            )
+        taken.add((b.role, b.name))
     _backends.extend(backends)
     _backends.sort(key=lambda b: -b.priority)
     _routes.clear()
@@ -271,7 +306,7 @@ def explain(request: Request | CodecRequest) -> list[tuple[str, str]]:
     rules = any(b.name == name for b in rivals)
     rows, chosen = [], False
     for b in rivals:
-        reason = b.why_not(request)
+        reason = b.refusal(request)
         if rules and b.name != name:
             rows.append((b.name, reason or f"willing, but {name} is forced"))
             continue
@@ -294,7 +329,7 @@ def route(request: Request | CodecRequest, blocks: _Blocks | None = None) -> Bac
         told(request, found.name)
         return found
     known = [b.name for b in rivals] if alone else _all_names()
-    reason = f"there is none; known: {', '.join(known)}" if found is None else found.why_not(request)
+    reason = f"there is none; known: {', '.join(known)}" if found is None else found.refusal(request)
     if found is None or reason is not None:
         raise ValueError(
             f"backend {name!r} was forced, but cannot run this {request}: {reason}. Unset it or choose another"
@@ -310,7 +345,7 @@ def told(request: Request | CodecRequest, name: str) -> None:
 
 def runner(request: Request | CodecRequest) -> Backend:
     """The backend that runs `request` where none is forced."""
-    return next(b for b in _backends if b.role == request.role and b.why_not(request) is None)
+    return next(b for b in _backends if b.role == request.role and b.refusal(request) is None)
 
 
 def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Backend:
@@ -340,7 +375,7 @@ def fused(*fields: Any) -> Backend | None:
     if name is not None and (any(b.name == name for b in rivals) or name not in _all_names()):
         found = route(request, blocks)
     else:
-        willing = (b for b in rivals if name != "reference" and b.why_not(request) is None)
+        willing = (b for b in rivals if name != "reference" and b.refusal(request) is None)
         found = next(willing, None)
     return _remembered(key, found)
 

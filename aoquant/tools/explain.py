@@ -5,6 +5,7 @@ likely at, and bisects between two that differ. Two opposite thresholds between 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -259,15 +260,25 @@ def _one_call(recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -> list[Rout
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
-    """Return one route for each range of M's that get the same answer."""
+    """Return one route for each range of M's that get the same answer, but for numbers in it: a reason may say M."""
     found = [Route(step, 1, None, ask(1))]
+
+    def differs(rows: Rows) -> bool:
+        pairs = zip(rows, found[-1].rows, strict=False)
+        return len(rows) != len(found[-1].rows) or any(_worded(a) != _worded(b) for a, b in pairs)
+
     for low, high in pairwise(_PROBES):
         rows = ask(high)
-        while rows != found[-1].rows:  # the first M whose answer is another; then again, for what lies behind it
+        while differs(rows):  # the first M whose answer is another; then again, for what lies behind it
             before, after = max(low, found[-1].first), high
             while after - before > 1:
                 middle = (before + after) // 2
-                before, after = (middle, after) if ask(middle) == found[-1].rows else (before, middle)
+                before, after = (before, middle) if differs(ask(middle)) else (middle, after)
             found[-1] = dataclasses.replace(found[-1], last=after - 1)
             found.append(Route(step, after, None, ask(after)))
     return found
+
+
+def _worded(row: tuple[str, str]) -> tuple[str, str]:
+    """Return a backend and its answer without numbers."""
+    return row[0], re.sub(r"\d+", "", row[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from typing import Any
 
@@ -245,3 +246,65 @@ def test_loggers_say_which_kernel_runs_once_for_each_shape() -> None:
         log.removeHandler(handler)
         log.setLevel(level)
     assert {"aoquant.quantize", "aoquant.router"} <= set(first) and names == first
+
+
+@pytest.mark.usefixtures("decoders")
+def test_a_reason_may_say_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranges are those of the backend, and no range for each number."""
+    router.register(Backend("told", 50, lambda r: None if r.m == 37 else f"takes 37 rows, got {r.m}", lambda c: c))
+    ranges = multiplied(explain(layer()))
+    assert (37, 37, "told") in ranges and len(ranges) == 7
+
+
+def test_what_is_no_backend_is_refused_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "_backends", list(router._backends))
+    before, known = list(router._backends), len(router._backends)
+    own = Backend("own", 20, lambda r: None, lambda c: c)
+    for wrong, error in [
+        (lambda r: None, TypeError),
+        (dataclasses.replace(own, priority="20"), TypeError),  # type: ignore[arg-type]
+        (dataclasses.replace(own, name=""), TypeError),
+        (dataclasses.replace(own, run=None), TypeError),  # type: ignore[arg-type]
+        (dataclasses.replace(own, role="gmm"), ValueError),
+        (dataclasses.replace(own, name="reference"), ValueError),  # the oracle's
+        (own, ValueError),  # twice
+    ]:
+        with pytest.raises(error):
+            router.register(own, wrong)  # type: ignore[arg-type]
+        assert router._backends == before
+    router.register(own, dataclasses.replace(own, role="decode"))
+    assert len(router._backends) == known + 2
+
+
+@pytest.mark.parametrize("answer", ["", True, False, 0])
+def test_an_answer_that_is_no_reason_is_refused(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `explain` says and what runs agree: both ask in one way."""
+    monkeypatch.setattr(router, "_backends", list(router._backends))
+    monkeypatch.setattr(router, "_routes", {})
+    router.register(Backend("own", 20, lambda r: answer, lambda c: c))
+    model = layer()
+    for ask in (lambda: explain(model), lambda: model(torch.randn(2, 64).bfloat16())):
+        with pytest.raises(TypeError, match="'own'"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [
+        (lambda c: None, TypeError),
+        (lambda c: torch.zeros(*c.lead, 32), ValueError),  # float32
+        (lambda c: torch.zeros(32, 6, dtype=c.dtype), ValueError),
+        (lambda c: torch.zeros(6, 32, dtype=c.dtype), ValueError),  # not shaped
+        (lambda c: 1 // 0, ZeroDivisionError),
+    ],
+)
+def test_a_kernel_that_returns_something_else_is_named(
+    run: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "_backends", list(router._backends))
+    monkeypatch.setattr(router, "_routes", {})
+    model = nn.Sequential(layer(), nn.Linear(32, 8).bfloat16())
+    router.register(Backend("own", 20, lambda r: None, run))
+    with pytest.raises(error) as said:
+        model(torch.randn(2, 3, 64).bfloat16())
+    assert "'own'" in "\n".join((str(said.value), *getattr(said.value, "__notes__", ())))
