@@ -7,6 +7,10 @@ runs; `aoquant.backend(name)` forces one, `aoquant.explain` lists all with their
 once:
 
     y = rn(x q^T * scale + bias)        the product and the sum in float32
+
+int8's codes are exact in every dtype. Of a format with scales of blocks a GEMM multiplies codes times scales, rounded
+to the compute dtype, as `format.operand(w, dtype)` makes them. Compare a kernel with the backend "reference", as below:
+`verify` compares a prepared layer with its converted one, which run the same kernel.
 """
 
 import torch
@@ -17,7 +21,9 @@ from aoquant import ops, quantize_
 
 
 def why_not(request: ops.Request) -> str | None:
-    """A request has contract, x_format (None: not quantised; behind a transform `HighPrecision()`), w_format, device,
+    """Refuse what the kernel was not made for: one that names no contract and no formats takes them all.
+
+    A request has contract, x_format (None: not quantised; behind a transform `HighPrecision()`), w_format, device,
     dtype, m, n, k and scale_dtype.
     """
     if request.contract != "aoquant" or request.x_format is not None or request.w_format.name != "int8-row":

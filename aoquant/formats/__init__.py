@@ -18,6 +18,7 @@ from . import delayed, layout, stochastic
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
+from .elements import FLOAT8
 from .float8 import Float8
 from .four_over_six import FourOverSix
 from .ggml import KINDS as _GGML
@@ -174,33 +175,87 @@ def register_format(format: Format) -> Format:
     Returns the format.
 
     Raises:
-        ValueError: the class lacks a method of `REQUIRED`, or reads values where tensors on the meta device have none;
-            the name has another form, or belongs to a format with other numerics.
+        TypeError: it is no instance of a class that derives from `Format`.
+        ValueError: the class lacks a method of `REQUIRED`, or a method fails on a small matrix, or gives another type,
+            shape or dtype than it should; the name has another form, or belongs to a format with other numerics.
     """
+    if not isinstance(format, Format):
+        raise TypeError(f"register_format takes an instance of a class that derives from Format, got {format!r}")
     if missing := [m for m in REQUIRED if getattr(type(format), m, None) in (None, getattr(Format, m))]:
         raise ValueError(
             f"{type(format).__name__} cannot be registered without {', '.join(missing)}: define "
-            f"{'it' if len(missing) == 1 else 'them'} as aoquant.formats.Format describes"
+            f"{'it' if len(missing) == 1 else 'them'} as docs/reference/formats.md describes"
         )
     name = format.name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ValueError(
+            f"a registered format's name consists of lower-case letters, digits, dots and hyphens, got {name!r} of {format!r}"
+        )
     try:
         known: Format | Operand | None = get_format(name)
     except ValueError:
         known = None
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or known not in (None, format):
+    if known not in (None, format):
         raise ValueError(
-            f"a registered format needs a name of its own, in lower-case letters, digits, dots and hyphens, got {name!r} for {format!r}"
-            + (f", which names {known!r}" if known else "")
+            f"a registered format needs a name of its own, and {name!r} names {known!r} already: choose another, such as 'own-{name}'; "
+            "after a change of the class, start Python anew"
         )
-    try:
-        format.planned(torch.empty(format.tile_rows, format.block or 16, dtype=torch.bfloat16, device="meta"))
-    except RuntimeError as error:
-        raise ValueError(
-            f"{name} cannot be registered: its measure and quantize have to run on the meta device, whose tensors have shapes and no "
-            f"values, and raise {type(error).__name__}: {error}"
-        ) from error
+    if not format.draws:
+        for device in ("meta", "cpu"):
+            _try(format, torch.device(device))
     _REGISTERED[name] = format
     return format
+
+
+def _try(format: Format, device: torch.device) -> None:
+    """Encode and decode a matrix of a few tiles and blocks.
+
+    Raises:
+        ValueError: a method fails, or gives something else than it should.
+    """
+    rows, k = 3 * format.tile_rows, 2 * (format.block or 16)
+    for dtype in FLOAT_DTYPES:
+        step = "measure"
+        try:
+            x = torch.linspace(-2, 2, rows * k, device=device).view(rows, k).to(dtype)
+            scales = format.measure(x)
+            _expect(isinstance(scales, Scales), f"returns {type(scales).__name__}, not Scales")
+            step = "quantize"
+            e = format.quantize(x, scales)
+            _expect(isinstance(e, Encoded) and e.k == k, f"returns {type(e).__name__}, not Encoded with k = {k}")
+            _expect(e.codes.element_size() == 1, f"has codes of {e.codes.dtype}, and codes are bytes (layout.pack)")
+            _expect(len(e.codes) == rows and e.codes.dim() == 2, f"has codes {tuple(e.codes.shape)} of {rows} rows")
+            if e.scale is not None:
+                fits = e.scale.dim() == 2 and e.scale.dtype in (*FLOAT_DTYPES, *FLOAT8.values(), torch.float8_e8m0fnu)
+                _expect(
+                    fits, f"has scales {tuple(e.scale.shape)} of {e.scale.dtype}, not (R, G) floats of 32 bits or fewer"
+                )
+            if device.type == "meta":
+                continue
+            step = "operand"
+            values = format.operand(e, dtype)
+            _expect(values.shape == (rows, k), f"gives {tuple(values.shape)} of codes of {(rows, k)}")
+            _expect(values.dtype is dtype, f"gives {values.dtype} where it is asked for {dtype}")
+            step = "saturated"
+            shape = tuple(format.saturated(x, e).shape)
+            _expect(shape == (rows, k), f"gives {shape}, not a mask {(rows, k)}")
+            step = "floored"
+            format.floored(e)
+        except Exception as error:
+            meta = " on the meta device, whose tensors have shapes and no values" if device.type == "meta" else ""
+            said = str(error) if isinstance(error, _Unlike) else f"raises {type(error).__name__}: {error}"
+            raise ValueError(
+                f"{format.name} cannot be registered: its {step}, of a {dtype} matrix {(rows, k)}{meta}, {said}"
+            ) from error
+
+
+class _Unlike(Exception):
+    """Say what a method gives that it should not."""
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _Unlike(otherwise)
 
 
 def get_format(name: str) -> Format | Operand:

@@ -24,7 +24,8 @@ recipe and with the packed tensor, and every backend states which contracts it k
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell      | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
 | ggml            | llama.cpp's quantised rows            | rn(float32 sum of blocks' integer sums * scales + bias)    |
 
-acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in
+acc is the float32 sum of products of operands; rn rounds to the output's dtype. An operand is `Format.operand` in the
+compute dtype: codes times the scales of blocks, rounded to it. Where both operands are float8 in
 blocks along K, acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as
 DeepSeek-V3's kernel has it.
 """

@@ -5,6 +5,7 @@ refused before a layer changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,39 @@ def test_a_format_that_reads_values_is_not_registered(own: E3M2) -> None:
 def test_a_format_without_a_method_is_not_registered(own: E3M2) -> None:
     with pytest.raises(ValueError, match="Unfinished cannot be registered without saturated, floored: define them"):
         register_format(Unfinished())
+
+
+@pytest.mark.parametrize(
+    ("method", "made"),
+    [
+        ("measure", lambda made: made.scale),
+        ("quantize", lambda made: tuple(made)),
+        ("quantize", lambda made: made._replace(codes=made.codes.long())),
+        ("quantize", lambda made: made._replace(codes=made.codes[1:])),
+        ("quantize", lambda made: made._replace(scale=made.scale.double())),
+        ("quantize", lambda made: made._replace(scale=made.scale.float().int())),
+        ("quantize", lambda made: made._replace(scale=made.scale.unsqueeze(-1))),
+        ("operand", lambda made: made.t()),
+        ("operand", lambda made: made.double()),
+        ("saturated", lambda made: made.any()),
+        ("floored", lambda made: made.missing),
+        ("operand", lambda made: made @ made),
+    ],
+)
+def test_a_format_whose_method_gives_something_else_is_not_registered(own: E3M2, method: str, made: Any) -> None:
+    def odd(self: Any, *given: Any) -> Any:
+        return made(getattr(E3M2, method)(self, *given))
+
+    wrong = type("Wrong", (E3M2,), {method: odd})
+    with pytest.raises(ValueError, match=rf"own-wrong cannot be registered: its {method}"):
+        register_format(wrong("own-wrong"))
+    assert "own-wrong" not in formats._REGISTERED
+
+
+@pytest.mark.parametrize("given", [E3M2, "int4-g32", None], ids=str)
+def test_what_is_no_format_is_not_registered(given: Any) -> None:
+    with pytest.raises(TypeError, match="Format"):
+        register_format(given)
 
 
 def test_a_format_that_is_not_registered_is_refused_before_a_layer_changes(own: E3M2) -> None:
