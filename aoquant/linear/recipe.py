@@ -346,8 +346,8 @@ def _why_not_side(side: str, operand: Operand | None, scales: str, straight_thro
         )
     if scales == "learned" and not (operand is not None and operand.learnable):
         return (
-            f"learned scales are for integers (int8, intx) and formats that define `learnable`, got {name} for the {side}, which has no gradient for its scale "
-            "(a float's rounding hardly depends on it, and int4 stores a rounded minimum): use scales='static'"
+            f"learned scales are for integers (int8, intx) and formats that define `learnable`, got {name} for the {side}, "
+            "which has no gradient for its scale (a float's rounding hardly depends on it, and int4 stores a rounded minimum): use scales='static'"
         )
     assert operand is not None
     try:

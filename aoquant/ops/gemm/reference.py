@@ -1,9 +1,9 @@
 """The reference backend: every contract in plain PyTorch. The oracle for other backends, and the backend that runs if
 no other can.
 
-Operands are values of the compute dtype, so a float32 matmul of them sums the products that a tensor core sums; only the
-order of the additions is free. On the CPU and on the GPU these functions compute the same contract, to the last bit of
-each addition.
+Operands are values of the compute dtype, so a float32 matmul of them sums the products that a tensor core sums; the
+order of the additions alone is free. On the CPU and on the GPU these functions compute the same contract, to the last
+bit of each addition.
 """
 
 from collections.abc import Callable
