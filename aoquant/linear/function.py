@@ -348,8 +348,7 @@ def multiply(
     x_rows = None if x_held is None or x_as is None else x_as.format.rowwise(x_held, x_MK.shape[0])
     needs_dx, needs_dw = needs.x or needs.x_scale, needs.w or needs.w_scale
 
-    # 1. The input's codes, and what the GEMM reads of it where both come of one pass; or all that is made of it. Where
-    #    nothing else reads the codes, the product makes what it reads.
+    # 1. The input's codes, and what the GEMM reads of it where one pass makes both; x where the product alone reads it.
     x_q: Tensor | Encoded = x
     values = columns = None
     if x_as is not None and (any(needs) or given.rows is not None or x_held is not None):
