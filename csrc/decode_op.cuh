@@ -1,5 +1,5 @@
-// What operators over a packed W share, decode_mm (decode.cu), linear (linear.cu) and decode_values (values.cu): how W is
-// said, its checks, and the launch of a product.
+// What operators over a packed W share, decode_mm (decode.cu), linear and siblings (linear.cu), experts_mm (experts.cu)
+// and decode_values (values.cu): how W is said, its checks, and the launch of a product.
 #pragma once
 
 #include "common.cuh"

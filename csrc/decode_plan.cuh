@@ -1,6 +1,6 @@
-// Chooses the kernel (decode.cuh, decode_rows.cuh, decode_once.cuh or decode_tiles.cuh) and how it cuts K. Both depend
-// on (n, k) and on the range that m is in, never on m inside a range. So a row of y does not depend on how many rows
-// there are. Ranges end at 4, 16, 64 and 256; of fp8 at 8, 64 and 256, and up to 8 rows are decode_fp8.cu's. Up to 32
+// Chooses the kernel (decode.cuh, decode_rows.cuh, decode_once.cuh or decode_tiles.cuh) and how it cuts K. The cut
+// depends on (n, k) and on the range that m is in, never on m inside a range. So a row of y does not depend on how many
+// rows there are. The kernel may: one row has another, and so have siblings and products that encode x. Ranges end at 4, 16, 64 and 256; of fp8 at 8, 64 and 256, and up to 8 rows are decode_fp8.cu's. Up to 32
 // and up to 64 rows have different kernels, and so have up to 128 and up to 256, but the same cuts of K for an (n, k):
 // there the order of additions, and so a row's bits, is one.
 //

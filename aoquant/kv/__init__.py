@@ -1,6 +1,8 @@
 """KV caches: keys and values fake-quantised in training as engines store them, and packed caches after convert.
 
-`config.py` says which format a cache gets, `hook.py` puts it between an attention module and its cache.
+cache_config.py   which format a cache gets
+hook.py           the place between an attention module and its cache
+packed.py         caches of bytes
 """
 
 from aoquant.kv.cache_config import KVCacheConfig, as_kv_config

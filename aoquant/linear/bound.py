@@ -12,7 +12,6 @@ It answers ordinary calls alone: a plain tensor of the weight's dtype, on its de
 forced backend. For any other call it returns None, and the caller takes the general path, with its checks and errors.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -33,10 +32,10 @@ from aoquant.linear.function import Given, multiply
 from aoquant.linear.recipe import LinearRecipe
 from aoquant.ops import codec, gemm_request, input_error, native_step, reads, repeat, router
 from aoquant.ops.gemm import one_call
+from aoquant.ops.gemm.one_call import Multiplier
 from aoquant.ops.quantized import Ask
 
 _MOST_ROWS = 1 << 7  # up to which programs are made, and whose multipliers, about a kilobyte each, a weight remembers
-Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> y (..., N)
 
 
 class BoundWeight:

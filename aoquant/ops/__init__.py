@@ -1,6 +1,7 @@
 """Operations: one schema each, opaque to compilers, with the backend chosen inside.
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
+    boundary.py   a call's arguments, taken apart and made again
     encoding.py   `encode`: codes of values, and back
     product.py    `matmul`: the GEMM of a linear layer   backward.py  `gradients`: both of backward
     quantized.py  a quantised matrix and its two sides
@@ -11,7 +12,11 @@
     call.py       a GEMM with its data          gemm/       the kernels that run it
     router.py     which backend runs a request, and why the others do not
     program.py    the kernels of a function, recorded    repeat.py    and repeated, in calls that are alike
-    native_program.py  by csrc's library
+    native_program.py  in words for csrc's step library (native_step.py)
+    native.py     csrc's CUDA library           native_cpu.py  its CPU library    sources.py  which loads them
+    linear_plan.py     a packed layer in one number    expert_rows.py  packed experts of few rows
+    columns.py    columns rounded one by one, as GPTQ does
+    kv.py         caches of keys and values     delayed_scales.py  scales of earlier steps
     flops.py      what PyTorch's FlopCounterMode counts
     contracts.py  down to which rounding a GEMM is defined
 

@@ -45,7 +45,7 @@ def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str |
     """Return why the kernel of `contract` cannot take activations of `dtype` with a weight whose scales are in dtype
     `weight`; or None.
     """
-    if contract == "aoquant":  # takes everything, and a compiled layer need not watch the table below
+    if contract == "aoquant":  # takes everything, and a compiled layer need not watch the table
         return None
     if contract in _BFLOAT16 and dtype != torch.bfloat16:
         return (

@@ -2,8 +2,8 @@
 
 It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there:
 `why_not` says in words why not, and no backend is offered without it. A library of other sources (sources.py) counts as
-none. Its operators are called inside this package's own opaque ones, but for `linear`, which a compiler traces by
-itself; their fakes serve it and those who trace others.
+none. Its operators are called inside this package's own opaque ones, or by bound weights (linear/bound.py); `linear`
+and `siblings` stand in compiled graphs by themselves. Their fakes serve these, and those who trace others.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The CPU library that `csrc/cpu/` builds: found, loaded, and asked whether it can run here.
 
 It lies beside this file when the install had torch and a C++ compiler (`csrc/cpu_builder.py`), and it need not be
-there: `why_not` says so in words. Its operators are called inside this package's own opaque ones alone, so they need no
-fakes.
+there: `why_not` says so in words. Its operators are called inside this package's own opaque ones, and by bound weights
+where nothing watches the dispatcher (linear/bound.py), so they need no fakes.
 """
 
 import platform

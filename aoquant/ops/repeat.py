@@ -6,7 +6,7 @@ their order are those of the function, and so are the bits.
 
 Only on GPUs, where steps wait for the host. A call that is not ordinary runs the function: dispatch modes,
 autocast, forced backends, a CUDA graph's capture. Recording waits for the device. So the first `MOST` kinds of calls
-are recorded and no others: in batches of ever new lengths most calls run the function.
+are remembered and no others: in batches of ever new lengths most calls run the function.
 """
 
 import threading
@@ -30,7 +30,7 @@ from . import native_step, router
 from .program import Program, record, recording
 
 FIRST_DEVICE = 0  # the least `get_device()` of a tensor whose calls are repeated; a CPU's is -1
-MOST = 1024  # kinds of a function's calls that are recorded
+MOST = 1024  # kinds of a function's calls that are remembered, whether they come again or not
 NEW, ONCE, NEVER = "new", "once", "never"
 PLAIN = (Tensor, torch.nn.Parameter)  # the types of tensors that ordinary calls have: no subclass
 

@@ -109,8 +109,7 @@ class Request:
 class Backend:
     """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people.
 
-    priority: of those that serve a request the highest runs. 0 is the reference, 5 the tensor cores and the CPU's
-    encoders, 7 to 10 kernels that read codes and Triton's, 20 CUDA's encoders and MSLK's; one of -1 runs when forced.
+    priority: of those that serve a request the highest runs; docs/architecture.md ("Add a kernel") has the package's.
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM takes W's codes and scales, and decodes them inside: `explain` shows no step for it.
     multiply: (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N), the bits of `run` without a bias, for a GEMM that

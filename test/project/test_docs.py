@@ -215,16 +215,51 @@ def test_the_source_names_pages_that_exist() -> None:
 
 
 def test_the_source_names_files_that_exist() -> None:
-    """A path in a comment or docstring of a file of operations, layers or experts: it moves with the file."""
+    """A path in a comment or docstring of a file of these folders: it moves with the file."""
     there = ["/" + str(path.relative_to(ROOT)) for path in ROOT.glob("[a-z]*/**/*.py")]
     missing = [
         f"{path.relative_to(ROOT)}: {name}"
-        for folder in ("ops", "linear", "experts", "distributed", "transforms")
+        for folder in (
+            "ops",
+            "linear",
+            "experts",
+            "distributed",
+            "transforms",
+            "kv",
+            "files",
+            "planning",
+            "ptq",
+        )
         for path in (ROOT / "aoquant" / folder).glob("**/*.py")
         for name in re.findall(r"[a-z0-9_/]+\.py\b", path.read_text(encoding="utf-8"))
         if not any(other.endswith("/" + name) for other in there)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("folder", ["ops", "linear", "experts", "kv", "files"])
+def test_a_folders_index_names_its_files(folder: str) -> None:
+    where = ROOT / "aoquant" / folder
+    said = (where / "__init__.py").read_text(encoding="utf-8").split('"""')[1]
+    files = {path.name for path in where.glob("*.py")} - {"__init__.py"}
+    assert files - set(re.findall(r"\b\w+\.py\b", said)) == set()
+
+
+def test_the_table_of_tiers_names_what_the_import_rules_do() -> None:
+    rules = re.findall(
+        r"\((\w+)\)", (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("layers = [")[1].split("]")[0]
+    )
+    table = "".join(
+        line
+        for line in (DOCS / "architecture.md").read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| [0-4] \|", line)
+    )
+    assert set(rules) - {"__main__"} == set(re.findall(r"`(\w+)/?`", table)) - {
+        "function",
+        "encode",
+        "matmul",
+        "quantize_",
+    }
 
 
 def test_troubleshooting_is_short() -> None:

@@ -240,8 +240,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         "ops/contracts.py",
-        'if contract == "aoquant": # takes everything, and a compiled layer need not watch the table below',
-        "if False: # takes everything, and a compiled layer need not watch the table below",
+        'if contract == "aoquant": # takes everything, and a compiled layer need not watch the table',
+        "if False: # takes everything, and a compiled layer need not watch the table",
         "The rest of the function finds nothing against that contract. " + _TIME,
     ),
     Equivalent(

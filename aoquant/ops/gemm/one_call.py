@@ -24,7 +24,7 @@ DECODE = "cuda-decode"
 NAME = "aoquant_native::linear"
 MOST_ROWS = CUDA_ROWS  # for which the number made for one row is valid
 _TYPES = (torch.bfloat16, torch.float16)
-Multiplier = Callable[[Tensor, Tensor | None], Tensor]
+Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> y (..., N)
 
 
 def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> int | None:

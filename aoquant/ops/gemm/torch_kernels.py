@@ -5,8 +5,8 @@ Both take the codes that our formats made, so a prepared linear and a converted 
 equal inputs. torchao's own Triton kernel multiplies float8 blocks. It tunes its tiles by shape, once a process, so two
 processes may add in different orders; within one, prepared and converted agree. `torch.mm` on CUDA multiplies MSLK's
 int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K, and `torch._scaled_mm` with
-unit scales does the same for the kernels with fp8 activations, whose epilogues follow it. MSLK's own operators have
-higher priority where they are installed (mslk.py).
+unit scales does the same for the kernels with fp8 activations, whose epilogues follow it; it multiplies tinygemm's CPU
+contract on CUDA, too. MSLK's own operators have higher priority where they are installed (mslk.py).
 """
 
 import importlib.util
