@@ -29,8 +29,8 @@ from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
 from aoquant.report.cache_rows import CacheRow, caches_of
 from aoquant.report.compare import compare, pairs_of
-from aoquant.report.gradients import gradients as gradients_of
 from aoquant.report.measure import undisturbed
+from aoquant.report.model_gradients import gradients as gradients_of
 from aoquant.report.routing import RouterDrift, router_drift
 from aoquant.report.rows import Row, rows_of
 
@@ -147,7 +147,7 @@ def report(
     batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
     as they are: weights, train or eval mode, and random state. A layer that is called more than once has one row.
     gradients: also dx and dW of model b's prepared linear layers, in dB against the same layer in float, for the loss
-        that the model returns, or the mean square of its outputs (`gradients.py`). It needs a training step's memory.
+        that the model returns, or the mean square of its outputs (`model_gradients.py`), in a training step's memory.
     routing: also how many tokens go to other experts in model b than in model a; each model runs once more for it.
 
     Raises:

@@ -18,8 +18,8 @@ from aoquant import Cast, HybridConfig, PackedWeightConfig, QATConfig, quantize_
 from aoquant.distributed import amax
 from aoquant.linear.prepared import RANDOM
 from aoquant.recipes import get_recipe
-from aoquant.report.gradients import gradients
 from aoquant.report.measure import sqnr
+from aoquant.report.model_gradients import gradients
 
 
 def models(config: Any) -> tuple[nn.Sequential, nn.Sequential, Tensor]:
